@@ -62,7 +62,7 @@ class SpecialTokens:
 
     def native_kind(self, token: int) -> Kind:
         """Kind of a native (not side-channel) token fed after the audio."""
-        if token in (self.listen, self.speak):
+        if token in (self.listen, self.speak, self.tts_bos):  # <|tts_bos|> stands in for <|listen|> in an open turn
             return Kind.DECISION
         if token in (self.chunk_eos, self.chunk_tts_eos, self.turn_eos, self.unit_end):
             return Kind.TERMINATOR
@@ -160,4 +160,19 @@ def lay_out(
         for n, token in enumerate(unit.native):
             at = start + n + (skip if n else 0)
             out.events.append(Event(position=at - 1, fed_at=at, token=token, first=n == 0, unit=u))
+    return out
+
+
+def text_question_layout(
+    tokens: SpecialTokens, prefix: Sequence[int], transcript: Sequence[int], question: Sequence[int]
+) -> Layout:
+    """A typed question about a transcript: prefix, transcript text, question text, then a forced `<|speak|>`.
+
+    The answer follows as native text and ends with `<|turn_eos|>` (or a terminator).  Serving asks and training
+    teaches with this same layout; everything after the prefix belongs to unit 0.
+    """
+    out = Layout()
+    out.add(list(prefix), [Kind.PREFIX] * len(prefix), -1)
+    text = [*transcript, *question]
+    out.add([*text, tokens.speak], [Kind.TRANSCRIPT] * len(text) + [Kind.DECISION], 0)
     return out

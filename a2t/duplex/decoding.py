@@ -1,0 +1,137 @@
+"""MiniCPM-o's rules for choosing a native token, greedy and sampled.  Source: its streaming decoder (`decode`).
+
+    1. choose from the model's own distribution; if that is `<|chunk_eos|>`, take it: the model decides when to pause;
+    2. otherwise forbid `<|chunk_eos|>` (and `<|tts_pad|>`), apply the penalties and choose again.
+
+The side channel's tokens are never a native choice: they are forbidden from the start.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from a2t.duplex.protocol import SpecialTokens
+
+
+@dataclass(frozen=True)
+class DuplexConfig:
+    """How one conversation decodes.
+
+    The defaults are the embedded model's: greedy, no penalties.  `DuplexConfig.minicpmo()` gives MiniCPM-o's own.
+    """
+
+    max_new_speak_tokens_per_chunk: int = 20
+    """Decoding steps a unit; the last is a forced `<|chunk_eos|>`."""
+    chunk_char_limit: int | None = 28
+    """A chunk whose text would reach this many characters is closed before the token that would do it."""
+    first_token_is_text: bool = True
+    """Whether a unit's first token, where it is a text token, belongs to the response's text.  MiniCPM-o takes a unit's
+    first token for the decision whatever it is and leaves it out of text and speech (False)."""
+    greedy: bool = True
+    temperature: float = 0.7
+    top_k: int = 20
+    top_p: float = 0.8
+    repetition_penalty: float = 1.0
+    repetition_window: int = 512
+    length_penalty: float = 1.0
+    """Above 1 makes `<|turn_eos|>` less likely, so turns get longer."""
+    listen_prob_scale: float = 1.0
+    """Factor on the logit (as in MiniCPM-o, despite its name) of `<|listen|>`."""
+    side_channel: bool = True
+    max_transcript_tokens: int = 64
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, low in (
+            ("max_new_speak_tokens_per_chunk", 1),
+            ("max_transcript_tokens", 1),
+            ("repetition_window", 1),
+        ):
+            if getattr(self, name) < low:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least {low}")
+        for name in ("temperature", "repetition_penalty", "length_penalty", "listen_prob_scale"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be above 0; 1.0 leaves it without effect")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be in (0, 1]; 1.0 keeps every token")
+        if self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k} must be 0 (keep every token) or more")
+
+    @classmethod
+    def minicpmo(cls, **changes: Any) -> DuplexConfig:
+        """MiniCPM-o 4.5's own settings."""
+        own: dict[str, Any] = dict(
+            first_token_is_text=False, greedy=False, temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.05,
+            length_penalty=1.1,
+        )  # fmt: skip
+        return cls(**{**own, **changes})
+
+
+class NativeDecoder:
+    """Chooses native tokens; remembers the recent ones for the repetition penalty, and the random state."""
+
+    def __init__(self, tokens: SpecialTokens, config: DuplexConfig):
+        self.tokens, self.config = tokens, config
+        self.recent: deque[int] = deque(maxlen=config.repetition_window)
+        self.rng = np.random.Generator(np.random.PCG64(config.seed))
+        self._never = [i for i in (tokens.asr_start, tokens.asr_end) if i is not None]
+
+    def choose(self, logits_V: Tensor) -> int:
+        """The next native token's id from the logits [V] of one position (left unchanged)."""
+        c, t = self.config, self.tokens
+        logits_V = logits_V.clone()
+        logits_V[self._never] = -torch.inf
+        first = int(logits_V.argmax()) if c.greedy else self._draw(logits_V)
+        if first == t.chunk_eos:
+            return first
+        logits_V[[t.chunk_eos, t.tts_pad]] = -torch.inf
+        if c.repetition_penalty != 1.0 and self.recent:
+            # Divides whatever the sign, as MiniCPM-o does: a negative logit rises.
+            logits_V[sorted(set(self.recent))] /= c.repetition_penalty
+        if c.length_penalty != 1.0:
+            turn_eos = logits_V[t.turn_eos]
+            logits_V[t.turn_eos] = turn_eos / c.length_penalty if turn_eos > 0 else turn_eos * c.length_penalty
+        if c.listen_prob_scale != 1.0:
+            logits_V[t.listen] *= c.listen_prob_scale
+        if c.greedy:
+            token = int(logits_V.argmax())
+        else:
+            token = self._draw(top_k_top_p(logits_V / c.temperature, c.top_k, c.top_p))
+        self.recent.append(token)
+        return token
+
+    def _draw(self, logits_V: Tensor) -> int:
+        """One draw by the inverse of the distribution function: one uniform number a draw, in float64, on any device."""
+        cumulative_V = logits_V.double().softmax(-1).cumsum(-1)
+        point = self.rng.random() * float(cumulative_V[-1])
+        at = torch.searchsorted(
+            cumulative_V, torch.tensor(point, dtype=torch.float64, device=cumulative_V.device), right=True
+        )
+        return min(int(at), len(cumulative_V) - 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"recent": list(self.recent), "rng": self.rng.bit_generator.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.recent = deque(state["recent"], maxlen=self.config.repetition_window)
+        self.rng.bit_generator.state = state["rng"]
+
+
+def top_k_top_p(logits_V: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Logits with everything outside the top k, then outside the nucleus, set to -inf. The token that passes `top_p`
+    is kept."""
+    if top_k:
+        kth = logits_V.topk(min(top_k, len(logits_V))).values[-1]
+        logits_V = logits_V.masked_fill(logits_V < kth, -torch.inf)
+    if top_p < 1:
+        ordered_V, order_V = logits_V.sort(descending=True)
+        probability_V = ordered_V.softmax(-1)
+        outside_V = probability_V.cumsum(-1) - probability_V > top_p
+        logits_V = logits_V.index_fill(0, order_V[outside_V], -torch.inf)
+    return logits_V
