@@ -1,0 +1,101 @@
+"""What travels between gateway, session actor, placement and engine. No Ray, no torch: a session actor stays small."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+SAMPLE_RATE_IN = 16_000
+SAMPLE_RATE_OUT = 24_000
+
+
+@dataclass(frozen=True)
+class SessionOptions:
+    """What a client asks of a conversation; None leaves the server's default."""
+
+    system_prompt: str | None = None
+    budget: int | None = None  # `max_kv_tokens`: most resident positions after each unit
+    temperature: float | None = None  # 0 is greedy
+    length_penalty: float | None = None
+    max_tokens: int | None = None  # response tokens a unit
+    speech: bool = True
+
+
+@dataclass(frozen=True)
+class UnitReport:
+    """One unit of a conversation, as the engine finished it."""
+
+    unit: int
+    listening: bool
+    end_of_turn: bool
+    decision: str
+    transcript: str
+    response: str  # appended to what this turn said before, spaces included
+    segment_closed_by: str | None
+    residents: dict[str, int]  # by kind
+    peak: int
+    evicted: int  # positions dropped after this unit
+    unit_ms: float  # processing time: audio in to result, eviction included
+    forwards: int
+    kv_bytes: int
+    encoder_bytes: int
+    input_tokens: int
+    output_tokens: int
+    speech_S: np.ndarray | None = None  # 24 kHz mono float32
+
+    @property
+    def total(self) -> int:
+        return sum(self.residents.values())
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a conversation cannot go on; becomes one `error` event."""
+
+    code: str
+    message: str
+
+
+@dataclass(frozen=True)
+class SessionEnd:
+    reason: str
+    failure: Failure | None = None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Answer of a long poll: reports after the unit asked for, and the end once everything before it was delivered."""
+
+    reports: list[UnitReport] = field(default_factory=list)
+    end: SessionEnd | None = None
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """One engine as placement sees it. `unit_ms` is the engine's busy time for one unit of one conversation."""
+
+    name: str
+    node: str
+    rows: int
+    sessions: tuple[str, ...]  # holding or promised a row
+    unit_ms: float
+
+    @property
+    def rows_free(self) -> int:
+        return self.rows - len(self.sessions)
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """Where a conversation stands: an engine's name once it has a row, else its place in the waiting line (from 1)."""
+
+    engine: str | None = None
+    node: str | None = None
+    position: int = 0
+    queue_length: int = 0
+    estimated_wait_s: float | None = None
+
+
+View = dict[str, Any]  # a session as the REST interface shows it

@@ -1,0 +1,150 @@
+"""Which engine a conversation gets, and the waiting line when none has room.
+
+Placement follows state and load, not a hash: a hash remaps live conversations whenever the fleet changes.  The engines
+are the authority on their rows; what is kept here (the line, the leases) can be rebuilt from them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from serve_apps.messages import EngineLoad, Ticket, View
+
+BUSY_SHARE = 0.9
+"""An engine takes another conversation while the units of all of them fit into this share of each second."""
+KEPT_RECORDS = 100
+
+
+def choose(loads: Sequence[EngineLoad], busy_share: float = BUSY_SHARE) -> EngineLoad | None:
+    """The engine with a free row and the most unit time to spare; None if each is full."""
+
+    def demand(load: EngineLoad) -> float:
+        return (len(load.sessions) + 1) * load.unit_ms / 1000.0
+
+    fit = [e for e in loads if e.rows_free > 0 and (not e.sessions or demand(e) <= busy_share)]
+    return min(fit, key=lambda e: (demand(e), len(e.sessions), e.name), default=None)
+
+
+@dataclass
+class Lease:
+    engine: str
+    node: str
+    since: float
+
+
+@dataclass
+class Waiting:
+    since: float
+    last_seen: float
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Fleet:
+    """How placement reaches the engines; `app.py` gives the one over Ray."""
+
+    def __init__(
+        self,
+        loads: Callable[[], Awaitable[list[EngineLoad]]],
+        reserve: Callable[[str, str], Awaitable[bool]],  # (engine, session): takes a row if one is free
+        cancel: Callable[[str, str], Awaitable[None]],  # gives it back
+    ):
+        self.loads, self.reserve, self.cancel = loads, reserve, cancel
+
+
+class Placement:
+    """The waiting line (first come, first served), the leases, and records of closed sessions."""
+
+    def __init__(self, fleet: Fleet, clock: Callable[[], float] = time.monotonic, give_up_s: float = 30.0):
+        self._fleet, self._clock, self._give_up_s = fleet, clock, give_up_s
+        self._line: OrderedDict[str, Waiting] = OrderedDict()
+        self._leases: dict[str, Lease] = {}
+        self._records: OrderedDict[str, View] = OrderedDict()
+        self._durations: deque[float] = deque(maxlen=100)
+        self._rows = 1
+        self._turn = asyncio.Lock()
+
+    async def enter(self, session: str) -> Ticket:
+        """Joins the line, and leaves it at once if there is room. Idempotent."""
+        if session not in self._line and session not in self._leases:
+            now = self._clock()
+            self._line[session] = Waiting(now, now)
+            await self.serve_line()
+        return self._ticket(session)
+
+    async def wait(self, session: str, seen: int, timeout: float) -> Ticket:
+        """Returns once the session is placed, its position differs from `seen`, or after `timeout` seconds."""
+        waiting = self._line.get(session)
+        if waiting is not None and self._ticket(session).position == seen:
+            waiting.last_seen = self._clock()
+            waiting.changed.clear()
+            try:
+                await asyncio.wait_for(waiting.changed.wait(), timeout)
+            except TimeoutError:
+                await self.serve_line()
+            waiting.last_seen = self._clock()
+        return self._ticket(session)
+
+    async def leave(self, session: str, record: View | None = None) -> None:
+        """The session is over, or gave up waiting. `record` is what stays readable of it."""
+        self._line.pop(session, None)
+        lease = self._leases.pop(session, None)
+        if record is not None:
+            self._records[session] = record
+            while len(self._records) > KEPT_RECORDS:
+                self._records.popitem(last=False)
+        if lease is not None:
+            self._durations.append(self._clock() - lease.since)
+            await self._fleet.cancel(lease.engine, session)
+        await self.serve_line()
+
+    async def serve_line(self) -> None:
+        """Gives rows to the head of the line while there are any."""
+        async with self._turn:
+            now = self._clock()
+            for session, waiting in list(self._line.items()):
+                if now - waiting.last_seen > self._give_up_s:
+                    del self._line[session]
+            while self._line:
+                loads = await self._fleet.loads()
+                self._rows = max(1, sum(e.rows for e in loads))
+                engine = choose(loads)
+                if engine is None or not self._line:
+                    break
+                session = next(iter(self._line))
+                if not await self._fleet.reserve(engine.name, session):
+                    break
+                head = self._line.pop(session, None)
+                if head is None:  # gave up while its row was being reserved
+                    await self._fleet.cancel(engine.name, session)
+                    continue
+                self._leases[session] = Lease(engine.name, engine.node, self._clock())
+                head.changed.set()
+            for waiting in self._line.values():
+                waiting.changed.set()
+
+    def _ticket(self, session: str) -> Ticket:
+        lease = self._leases.get(session)
+        if lease is not None:
+            return Ticket(engine=lease.engine, node=lease.node)
+        if session not in self._line:
+            return Ticket()  # position 0: neither waiting nor placed
+        position = list(self._line).index(session) + 1
+        ticket = Ticket(position=position, queue_length=len(self._line))
+        if self._durations:
+            mean = sum(self._durations) / len(self._durations)
+            ticket = replace(ticket, estimated_wait_s=round(position * mean / self._rows, 1))
+        return ticket
+
+    def directory(self) -> dict[str, Any]:
+        """Waiting and placed sessions in order, and the records of closed ones, newest last."""
+        now = self._clock()
+        return {
+            "queued": [{"id": s, "state": "queued", "waiting_s": round(now - w.since, 3)} for s, w in self._line.items()],
+            "placed": {s: lease.engine for s, lease in self._leases.items()},
+            "records": list(self._records.values()),
+        }
