@@ -3,29 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
-
-@dataclass(frozen=True)
-class LanguageShape:
-    """What decides the size of the KV cache."""
-
-    layers: int
-    kv_heads: int
-    head_dim: int
-    hidden: int
-    vocab: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def bytes_per_position(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+from a2t.kv.shape import LanguageShape as LanguageShape
 
 
 class EncoderState(Protocol):

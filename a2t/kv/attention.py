@@ -1,0 +1,135 @@
+"""Attention of packed rows over the KV arena, and its door into transformers.
+
+Query groups are folded into the query length, so keys and values are read once and never repeated. A query sees every
+resident of its row; causality exists only among the row's new tokens, so the one mask there is covers that tail.
+Suffixes as in cache.py, and: Q query heads, G query heads a KV head, t one row's new tokens.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from a2t.kv.cache import PackedBatch
+
+NAME = "a2t"
+QUERY_BLOCK = 256
+"""Queries of one row handled at once: bounds the mask and score memory of a long feed (a re-encoded transcript)."""
+
+
+def packed_attention(q_1QTD: Tensor, batch: PackedBatch, layer: int, scale: float) -> Tensor:
+    """Attention output [1, T, query heads, head_dim] of every packed row over its own residents.
+
+    `batch.update` must have written this layer's new keys and values.
+    """
+    if len(batch.rows) == 1:
+        k_HLD, v_HLD = batch.dense(layer, 0)
+        return _row_attention(q_1QTD[0], k_HLD, v_HLD, scale)[None]
+    q_rows = q_1QTD[0].split(batch.counts, 1)
+    outs = [_row_attention(q_QtD, *batch.dense(layer, i), scale) for i, q_QtD in enumerate(q_rows)]
+    return torch.cat(outs)[None]
+
+
+def _row_attention(q_QtD: Tensor, k_HLD: Tensor, v_HLD: Tensor, scale: float) -> Tensor:
+    """One row: its t new tokens are the last t of the L keys. Returns [t, query heads, head_dim]."""
+    Q, t, D = q_QtD.shape
+    H, L, _ = k_HLD.shape
+    if t == 1:
+        q_HGD = q_QtD.reshape(1, H, Q // H, D)
+        return F.scaled_dot_product_attention(q_HGD, k_HLD[None], v_HLD[None], scale=scale).reshape(1, Q, D)
+    out = torch.empty((t, Q, D), dtype=q_QtD.dtype, device=q_QtD.device)
+    for begin in range(0, t, QUERY_BLOCK):
+        end = min(begin + QUERY_BLOCK, t)
+        b, seen = end - begin, L - t + end
+        q_HFD = q_QtD[:, begin:end].reshape(1, H, Q // H * b, D)
+        mask = _tail_mask(b, seen, Q // H, q_QtD.dtype, q_QtD.device)
+        o_HFD = F.scaled_dot_product_attention(q_HFD, k_HLD[None, :, :seen], v_HLD[None, :, :seen], mask, scale=scale)
+        out[begin:end] = o_HFD.view(Q, b, D).transpose(0, 1)
+    return out
+
+
+def _tail_mask(b: int, seen: int, groups: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[groups * b, seen]: zero but for the triangle that hides later new tokens from earlier ones."""
+    mask = torch.zeros((groups, b, seen), dtype=dtype, device=device)
+    mask[..., seen - b :] = _triangle(b, dtype, device)
+    return mask.view(groups * b, seen)
+
+
+@lru_cache(maxsize=64)
+def _triangle(b: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.full((b, b), float("-inf"), dtype=dtype, device=device).triu(1)
+
+
+def arena_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    a2t_batch: PackedBatch | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """transformers' attention signature. Without a batch (a plain forward of the same model) it is stock SDPA."""
+    if a2t_batch is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    assert scaling is not None
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    return packed_attention(query, a2t_batch, layer, scaling), None
+
+
+class ArenaLayer(CacheLayerMixin):
+    """One layer of the arena, as transformers' cache protocol sees it: it writes, and hands back only what is new."""
+
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.batch: PackedBatch | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """The arena is made before any token is seen."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        assert self.batch is not None
+        self.batch.update(self.layer, key_states, value_states)
+        return key_states, value_states
+
+    def get_seq_length(self) -> int:
+        raise AssertionError("packed rows have no common length; pass position_ids and no mask")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        raise AssertionError("masks are never built over the arena; pass attention_mask={'full_attention': None}")
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class ArenaCache(Cache):
+    """transformers' cache over the batch of one forward."""
+
+    layers: list[ArenaLayer]
+
+    def __init__(self, layers: int) -> None:
+        super().__init__(layers=[ArenaLayer(layer) for layer in range(layers)])
+
+    def use(self, batch: PackedBatch | None) -> None:
+        for layer in self.layers:
+            layer.batch = batch
+
+
+AttentionInterface.register(NAME, arena_attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)
