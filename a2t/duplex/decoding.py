@@ -66,10 +66,15 @@ class DuplexConfig:
     @classmethod
     def minicpmo(cls, **changes: Any) -> DuplexConfig:
         """MiniCPM-o 4.5's own settings."""
-        own: dict[str, Any] = dict(
-            first_token_is_text=False, greedy=False, temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.05,
-            length_penalty=1.1,
-        )  # fmt: skip
+        own: dict[str, Any] = {
+            "first_token_is_text": False,
+            "greedy": False,
+            "temperature": 0.7,
+            "top_k": 20,
+            "top_p": 0.8,
+            "repetition_penalty": 1.05,
+            "length_penalty": 1.1,
+        }
         return cls(**{**own, **changes})
 
 
@@ -107,13 +112,11 @@ class NativeDecoder:
         return token
 
     def _draw(self, logits_V: Tensor) -> int:
-        """One draw by the inverse of the distribution function: one uniform number a draw, in float64, on any device."""
+        """One draw by inverting the distribution function in float64: one uniform number each, whatever the device."""
         cumulative_V = logits_V.double().softmax(-1).cumsum(-1)
-        point = self.rng.random() * float(cumulative_V[-1])
-        at = torch.searchsorted(
-            cumulative_V, torch.tensor(point, dtype=torch.float64, device=cumulative_V.device), right=True
-        )
-        return min(int(at), len(cumulative_V) - 1)
+        point = cumulative_V[-1] * self.rng.random()
+        last = torch.searchsorted(cumulative_V, cumulative_V[-1])  # the last possible token, should rounding pass it
+        return int(torch.minimum(torch.searchsorted(cumulative_V, point, right=True), last))
 
     def state_dict(self) -> dict[str, Any]:
         return {"recent": list(self.recent), "rng": self.rng.bit_generator.state}

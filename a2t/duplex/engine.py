@@ -2,27 +2,45 @@
 
 A step takes the audio of every conversation that has a whole unit waiting (encoded in one batch), collects what each
 unit loop wants to feed next (prefill and decode rows mixed), runs one forward over all of it, and sends each loop its
-logits.  One conversation is the case N = 1.
+logits.  One conversation is the case N = 1.  An engine belongs to one thread.
 """
 
 from __future__ import annotations
 
-import itertools
 import time
-from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+import uuid
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from a2t.duplex.decoding import DuplexConfig
-from a2t.duplex.protocol import AUDIO_ID, SpecialTokens
+from a2t.duplex import snapshot
+from a2t.duplex.batcher import Batcher, Observer, Task
+from a2t.duplex.conversation import CacheFull, Conversation, ConversationConfig, UnitStats
+from a2t.duplex.journal import Journal, Question
+from a2t.duplex.protocol import SpecialTokens
 from a2t.duplex.unit_loop import Feed, Reply, UnitLoop, UnitResult
-from a2t.kv.kinds import Kind
-from a2t.models.base import DuplexModel, EncoderState
+from a2t.kv.cache import ArenaFull, KVArena
+from a2t.kv.ledger import Ledger
+from a2t.kv.policies import Eviction
+from a2t.models.base import DuplexModel
+
+__all__ = [
+    "CacheFull",
+    "Conversation",
+    "ConversationConfig",
+    "Engine",
+    "EngineConfig",
+    "Finished",
+    "Observer",
+    "UnitStats",
+]
+
+Finished = tuple[Conversation, UnitResult, UnitStats]
 
 
 @dataclass(frozen=True)
@@ -30,59 +48,18 @@ class EngineConfig:
     unit_seconds: float = 1.0
     """The deadline of a unit's processing: a unit that takes longer counts as missed."""
     side_channel_budget_s: float | None = 0.8
-    """Processing time after which the side channel is told to hurry. None: never, so that decoding does not depend on
-    the speed of the machine (evaluation)."""
+    """Processing time after which the side channel is told to hurry. None: never, so that what is decoded does not
+    depend on the speed of the machine (evaluation)."""
     scratch_rows: int = 1
     """Rows of the arena kept free of conversations, for text questions."""
-
-
-@dataclass(frozen=True)
-class ConversationConfig:
-    budget: int | None = 4000
-    """B, everything resident counted. None: no budget."""
-    policy: str = "a2t"
-    policy_options: Mapping[str, Any] = field(default_factory=dict)
-    duplex: DuplexConfig = DuplexConfig()
-    system_prompt: str | None = None
-    """None: the model's own default."""
-    audio_units_kept: int = 8
-    """Seconds of audio that the journal keeps to rebuild the cache."""
-
-
-@dataclass(frozen=True)
-class UnitStats:
-    unit: int
-    residents: dict[Kind, int]  # after eviction
-    peak: int  # most residents ever
-    evicted: int  # positions dropped after this unit
-    unit_ms: float  # from taking the unit's audio to its result, eviction included
-    wait_ms: float  # the audio's wait for the engine, before that
-    forwards: int
-    encoder_bytes: int
-    kv_bytes: int
-    deadline_missed: bool
-
-    @property
-    def total_residents(self) -> int:
-        return sum(self.residents.values())
-
-
-class Conversation:
-    """One conversation: its row of the arena, ledger, policy, unit loop, encoder state and journal.
-
-    Public attributes: id, config, row, ledger, policy, budget, loop, encoder_state, journal, stats (of the last unit),
-    units (finished), deadline_misses, error (what ended it, if anything).
-    """
-
-
-Finished = tuple[Conversation, UnitResult, UnitStats]
 
 
 class Engine:
     """Owns the KV arena of one model and runs all its conversations in one batch.
 
-    `observer(conversation, feed, positions, h_TD)` is called after each forward with every conversation's feed and its
-    final hidden states [T, D]: recording what the model said without a second forward.
+    `observer(conversation, feed, positions, h_TD)` is called after each forward with every conversation's feed, the
+    positions that it got and its final hidden states [T, D] (inference tensors: clone to keep): what the model said can
+    be recorded without a second forward.
     """
 
     def __init__(
@@ -91,27 +68,237 @@ class Engine:
         rows: int = 1,
         capacity: int = 16384,
         clock: Callable[[], float] = time.perf_counter,
-        config: EngineConfig = EngineConfig(),
-        observer: Callable[[Conversation, Feed, range, Tensor], None] | None = None,
-    ): ...
+        config: EngineConfig | None = None,
+        observer: Observer | None = None,
+    ):
+        self.model, self.clock = model, clock
+        self.config = config or EngineConfig()
+        self.rows = rows
+        self.arena = KVArena(model.shape, rows + self.config.scratch_rows, capacity)
+        self._batcher = Batcher(model, self.arena, clock, self.config.side_channel_budget_s, observer)
+        self.tokens = SpecialTokens.from_lookup(model.tokenizer.token_id)
+        self.conversations: dict[str, Conversation] = {}
+        self._finished: list[Finished] = []
+        self._errors: list[CacheFull] = []
 
-    def open(self, config: ConversationConfig = ConversationConfig(), id: str | None = None) -> Conversation:
-        """Admits a conversation. ArenaFull if all rows are taken."""
+    # conversations
+
+    def open(self, config: ConversationConfig | None = None, id: str | None = None) -> Conversation:
+        """Admits a conversation; its system prompt is fed with the next step. ArenaFull if every row is taken."""
+        conversation = self.admit(config or ConversationConfig(), id)
+        prompt = conversation.config.system_prompt
+        prompt = self.model.default_prompt if prompt is None else prompt
+        ids = self.model.tokenizer.encode(prompt) if prompt else []
+        room = self.arena.capacity - self.unit_room(conversation)
+        if len(ids) > room:
+            self.close(conversation)
+            raise ValueError(
+                f"the system prompt has {len(ids)} tokens and this engine's capacity leaves {room}; shorten it"
+            )
+        conversation.journal.start(conversation.config.to_json(), ids, self.model.encoder.samples_per_unit)
+        self.run_alone(conversation, conversation.loop.prefix(ids))
+        return conversation
+
+    def admit(self, config: ConversationConfig, id: str | None) -> Conversation:
+        """A conversation with an empty row and nothing fed. ArenaFull if every row is taken, ValueError if `id` is."""
+        id = id or uuid.uuid4().hex
+        if id in self.conversations:
+            raise ValueError(f"conversation {id} is already open; close it first or choose another id")
+        if len(self.conversations) >= self.rows:
+            raise ArenaFull(f"all {self.rows} rows are taken; close a conversation or make an engine with more rows")
+        loop = UnitLoop(self.tokens, self.model.tokenizer.decode, config.duplex)
+        state = self.model.encoder.new_state()
+        conversation = Conversation(id, config, -1, loop, state)  # bad settings raise before a row is taken
+        conversation.row = self.arena.allocate()
+        self.conversations[id] = conversation
+        return conversation
+
+    def run_alone(
+        self, conversation: Conversation, steps: Generator[Feed, Reply, Any], done: Callable[[], None] = lambda: None
+    ) -> None:
+        """Queues `steps` for a conversation's row; its units wait until they are through."""
+        c = conversation
+        self._batcher.start(Task(c.row, c.ledger, steps, lambda _result, _task: done(), c, self.clock()))
 
     def push(self, conversation: Conversation, pcm_S: np.ndarray, force_listen: bool = False) -> None:
-        """Appends 16 kHz mono float32 samples, any number. `force_listen` holds for the units that this push completes."""
+        """Appends 16 kHz mono float32 samples [S], any number of them.
+
+        `force_listen` holds for the unit that is being filled, and for all that this push completes.
+        ValueError for audio that is not such samples; CacheFull if the conversation has ended that way.
+        """
+        self._check_open(conversation)
+        conversation.hear(pcm_S, force_listen, self.clock())
+
+    def close(self, conversation: Conversation) -> None:
+        """Ends a conversation, even within a unit, and frees its row."""
+        self._check_open(conversation)
+        self._batcher.tasks = [task for task in self._batcher.tasks if task.conversation is not conversation]
+        self.arena.release(conversation.row)
+        del self.conversations[conversation.id]
+
+    # work
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._batcher.tasks or self._finished or self._errors or self._ready())
 
     def step(self) -> list[Finished]:
-        """One batched forward over all conversations that have work; the units that it finished."""
+        """One batched forward over all that have work; returns the units that it finished.
+
+        CacheFull for a conversation whose row has no room for another unit: raised once, after everybody else's work is
+        done; units finished in that step come with the next one.
+        """
+        self._step(self._ready())
+        if self._errors:
+            raise self._errors.pop(0)
+        finished, self._finished = self._finished, []
+        return finished
 
     def run(self) -> list[Finished]:
-        """Steps until nothing is ready."""
+        """Steps until nothing is ready. CacheFull as in `step`; call again for what was finished."""
+        finished: list[Finished] = []
+        try:
+            while self.busy:
+                finished += self.step()
+        except CacheFull:
+            self._finished = finished + self._finished
+            raise
+        return finished
 
-    def ask(self, conversation: Conversation, question: str, max_tokens: int = 64) -> str:
-        """Answers a typed question from the re-encoded transcript on a scratch row; the live cache stays untouched."""
+    def ask(self, about: Conversation | Journal, question: str, max_tokens: int = 64) -> str:
+        """Answers a typed question from the re-encoded transcript on a scratch row; live caches stay untouched.
 
-    def close(self, conversation: Conversation) -> None: ...
+        Other conversations go on meanwhile; the units that they finish come with the next `step`.
+        """
+        asked = self.submit(about, question, max_tokens)
+        while not asked.done:
+            self._step(self._ready())
+        return asked.answer
 
-    def save(self, conversation: Conversation, folder: Any) -> None: ...
+    def submit(self, about: Conversation | Journal, question: str, max_tokens: int = 64) -> Question:
+        """The same without waiting: `step` works on it along with everything else until `done` is set.
 
-    def restore(self, folder: Any, id: str | None = None) -> Conversation: ...
+        ArenaFull if the scratch rows are busy, ValueError if the transcript does not fit the capacity.
+        """
+        journal = about.journal if isinstance(about, Conversation) else about
+        asked = Question(question)
+        layout = journal.question_layout(self.tokens, self.model.tokenizer, question)
+        if len(layout) + max_tokens > self.arena.capacity:
+            raise ValueError(
+                f"a transcript of {len(layout)} positions and {max_tokens} of answer do not fit the capacity of "
+                f"{self.arena.capacity}; make the engine with a larger capacity"
+            )
+        if sum(task.conversation is None for task in self._batcher.tasks) >= self.config.scratch_rows:
+            raise ArenaFull(
+                f"all {self.config.scratch_rows} scratch rows are busy; wait for an answer or configure more"
+            )
+        row = self.arena.allocate()
+
+        def done(ids: list[int], task: Task) -> None:
+            self.arena.release(row)
+            asked.ids, asked.answer, asked.done = ids, self.model.tokenizer.decode(ids), True
+
+        steps = journal.answer(self.tokens, layout, max_tokens)
+        self._batcher.start(Task(row, Ledger(), steps, done, None, self.clock()))
+        return asked
+
+    def save(self, conversation: Conversation, folder: str | Path) -> None:
+        """Writes everything of a conversation to `folder`; the restored one continues bit for bit.
+
+        A unit in flight is finished first; its result comes with the next `step`.
+        """
+        self._check_open(conversation)
+        while any(task.conversation is conversation for task in self._batcher.tasks):
+            self._step([c for c in self._ready() if c is not conversation])
+        snapshot.save(self, conversation, Path(folder))
+
+    def restore(self, folder: str | Path, id: str | None = None) -> Conversation:
+        """Admits a saved conversation, under its own id unless another is given.
+
+        ArenaFull if every row is taken; ValueError if the folder is damaged or written by a model of another shape.
+        """
+        return snapshot.restore(self, Path(folder), id)
+
+    def evict(self, conversation: Conversation) -> Eviction:
+        """Applies the conversation's policy; called after each unit."""
+        ledger, row = conversation.ledger, conversation.row
+        eviction = conversation.policy.plan_eviction(ledger, conversation.budget)
+        if eviction.rotation is not None:
+            slots, delta = eviction.rotation.slots, eviction.rotation.delta
+            ledger.shift(slots, delta)
+            self.arena.rotate(row, slots, delta, self._inv_freq)
+        if eviction.drop:
+            ledger.drop(eviction.drop)
+            self.arena.drop(row, eviction.drop)
+        return eviction
+
+    def unit_room(self, conversation: Conversation) -> int:
+        """Positions that its next unit may take."""
+        return conversation.loop.positions_per_unit(self.model.encoder.embeddings_per_unit)
+
+    # inside
+
+    @property
+    def _inv_freq(self) -> Tensor:
+        inv_freq: Tensor | None = getattr(self.model, "inv_freq", None)
+        if inv_freq is None:
+            raise ValueError(
+                f"a policy that renumbers positions needs `inv_freq` of model {self.model.name}; it has none"
+            )
+        return inv_freq
+
+    def _check_open(self, conversation: Conversation) -> None:
+        if self.conversations.get(conversation.id) is not conversation:
+            raise ValueError(f"conversation {conversation.id} is not open in this engine; open or restore it first")
+
+    def _ready(self) -> list[Conversation]:
+        """Conversations with a whole unit waiting and nothing in flight."""
+        at_work = {task.row for task in self._batcher.tasks}
+        return [c for c in self.conversations.values() if c.waiting and c.error is None and c.row not in at_work]
+
+    @torch.inference_mode()
+    def _step(self, ready: list[Conversation]) -> None:
+        self._take_units(ready)
+        self._batcher.step()
+
+    def _take_units(self, ready: list[Conversation]) -> None:
+        for c in ready:
+            if c.ledger.residents + self.unit_room(c) > self.arena.capacity:
+                c.error = CacheFull(c, self.arena.capacity)
+                self._errors.append(c.error)
+        ready = [c for c in ready if c.error is None]
+        if not ready:
+            return
+        now = self.clock()
+        audio_NAD = self.model.encoder.encode([c.encoder_state for c in ready])
+        for c, audio_AD in zip(ready, audio_NAD, strict=True):
+            unit = c.waiting.popleft()
+            steps = c.loop.unit(audio_AD, unit.force_listen)
+            self._batcher.start(Task(c.row, c.ledger, steps, self._finish_unit, c, now, now - unit.arrived))
+
+    def _finish_unit(self, result: UnitResult, task: Task) -> None:
+        c = task.conversation
+        assert c is not None
+        c.units += 1
+        eviction = self.evict(c)
+        c.journal.note(result, c.loop.state_dict(), c.ledger.next_position)
+        if self.model.shape.device.type == "cuda":  # what was queued for this unit counts as its time
+            torch.cuda.synchronize(self.model.shape.device)
+        unit_s = self.clock() - task.started
+        missed = unit_s > self.config.unit_seconds
+        c.deadline_misses += missed
+        c.stats = UnitStats(
+            unit=result.unit,
+            residents=c.ledger.counts(),
+            peak=c.ledger.peak,
+            evicted=len(eviction.drop),
+            evicted_units=eviction.units,
+            unit_ms=1000 * unit_s,
+            wait_ms=1000 * task.wait_s,
+            forwards=task.forwards,
+            encoder_bytes=c.encoder_state.nbytes,
+            kv_bytes=self.arena.nbytes_resident(c.row),
+            deadline_missed=missed,
+        )
+        self._finished.append((c, result, c.stats))

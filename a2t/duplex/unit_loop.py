@@ -36,6 +36,8 @@ class Feed:
     unit: int  # -1 for the prefix
     audio_AD: Tensor | None = None
     want: int = 0
+    positions: list[int] | None = None  # where a cache is rebuilt with gaps; None: the next ones
+    units: list[int] | None = None  # of each position, where they differ; None: all of `unit`
 
 
 @dataclass
@@ -82,14 +84,14 @@ class UnitLoop:
     """
 
     def __init__(
-        self, tokens: SpecialTokens, decode: Callable[[Sequence[int]], str], config: DuplexConfig = DuplexConfig()
+        self, tokens: SpecialTokens, decode: Callable[[Sequence[int]], str], config: DuplexConfig | None = None
     ):
-        self.tokens, self.decode, self.config = tokens, decode, config
-        self.decoder = NativeDecoder(tokens, config)
+        self.tokens, self.decode, self.config = tokens, decode, config or DuplexConfig()
+        self.decoder = NativeDecoder(tokens, self.config)
         self.next_unit = 0
         self.turn_open = False
         self.carry_over = False
-        self.side_channel = config.side_channel and tokens.has_side_channel
+        self.side_channel = self.config.side_channel and tokens.has_side_channel
 
     def positions_per_unit(self, audio_per_unit: int) -> int:
         """The most positions that one unit can take."""
