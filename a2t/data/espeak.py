@@ -54,9 +54,7 @@ class Espeak:
         import espeakng_loader
 
         self._lib = ctypes.cdll.LoadLibrary(espeakng_loader.get_library_path())
-        rate = self._lib.espeak_Initialize(
-            _SYNCHRONOUS, 0, espeakng_loader.get_data_path().encode(), _PHONEME_EVENTS
-        )
+        rate = self._lib.espeak_Initialize(_SYNCHRONOUS, 0, espeakng_loader.get_data_path().encode(), _PHONEME_EVENTS)
         if rate != SAMPLE_RATE:
             raise RuntimeError(f"espeak-ng started with {rate} Hz, expected {SAMPLE_RATE}: reinstall espeakng-loader")
         self._chunks: list[np.ndarray] = []
@@ -76,7 +74,13 @@ class Espeak:
         return 0
 
     def say(
-        self, text: str, voice: str = "en-us", rate: int = 175, pitch: int = 50, pitch_range: int = 50, word_gap: int = 0
+        self,
+        text: str,
+        voice: str = "en-us",
+        rate: int = 175,
+        pitch: int = 50,
+        pitch_range: int = 50,
+        word_gap: int = 0,
     ) -> Utterance:
         """Raises ValueError for a voice that espeak-ng does not have."""
         if self._lib.espeak_SetVoiceByName(voice.encode()) != 0:

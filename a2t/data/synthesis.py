@@ -173,9 +173,7 @@ def write_corpus(
     return manifest
 
 
-def _write_shard(
-    folder: Path, part: Part, seed: int, shard: int, shards: int, split: str, noisy: bool
-) -> Path:
+def _write_shard(folder: Path, part: Part, seed: int, shard: int, shards: int, split: str, noisy: bool) -> Path:
     path = folder / f"{part.name}-{shard}.jsonl"
     if path.exists():
         return path

@@ -63,7 +63,11 @@ STORIES = {
     "train": "once there was a green train it came over the new bridge every morning and one day it lost the map",
     "garden": "once there was a big garden with white flowers my friend painted a door there and they lived in it",
 }
-STORY_REQUESTS = ["tell me a story about a {}", "please tell me a story about a {}", "can you tell me a story about a {}"]
+STORY_REQUESTS = [
+    "tell me a story about a {}",
+    "please tell me a story about a {}",
+    "can you tell me a story about a {}",
+]
 STOPS = ["stop", "wait a moment", "please stop", "thank you that is enough"]
 DEFAULT_PROMPT = "i am your helper"
 ANSWERED = frozenset({"question", "order_question", "command", "greeting", "story_request"})
@@ -130,7 +134,9 @@ def state_fact(rng: Random, fact: Fact) -> Sentence:
     key, value = fact
     name = " ".join(key)
     if key[-1] in THINGS:
-        form = rng.choice(["the {} is in the {}", "the {} is in the {}", "i put the {} in the {}", "i left the {} in the {}"])
+        form = rng.choice(
+            ["the {} is in the {}", "the {} is in the {}", "i put the {} in the {}", "i left the {} in the {}"]
+        )
     elif key[0] in EVENTS:
         form = rng.choice(["the {} is at {}", "the {} starts at {}"])
     else:
@@ -152,7 +158,9 @@ def ask_fact(rng: Random, fact: Fact) -> Sentence:
 
 
 def arrive(rng: Random, person: str) -> Sentence:
-    return Sentence("arrival", rng.choice(["{} came home", "then {} came home"]).format(person).split(), key=("home", person))
+    return Sentence(
+        "arrival", rng.choice(["{} came home", "then {} came home"]).format(person).split(), key=("home", person)
+    )
 
 
 def ask_order(rng: Random, first: str, second: str) -> Sentence:
