@@ -1,0 +1,92 @@
+"""The command line: `a2t stream FILE`.
+
+A user's mistake ends in one line on standard error and exit code 2, never in a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+USER_ERROR = 2
+INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except BrokenPipeError:  # whoever read our output has gone, as in `a2t stream ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or flushing at exit fails once more
+        return 0
+    except (ValueError, OSError) as error:
+        print(f"a2t {args.command}: {error}", file=sys.stderr)
+        return USER_ERROR
+    except KeyboardInterrupt:
+        print(f"a2t {args.command}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="a2t", description="Full-duplex speech that remembers in text.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_stream(commands)
+    return parser
+
+
+def _add_stream(commands: Any) -> None:
+    p = commands.add_parser(
+        "stream",
+        help="hold a conversation with an audio file",
+        description="Streams an audio file (wav, flac, ...; any sample rate, any channels) through a duplex model, "
+        "second by second: what it hears, what it answers, what stays in its memory, how long each second takes.",
+    )
+    p.add_argument("file", type=Path, metavar="FILE", help="the audio file")
+    p.add_argument("--budget", type=_positions, default=4000, metavar="N", help="most residents, or none (4000)")
+    p.add_argument("--policy", default="a2t", metavar="P", help="what is evicted: a2t, unbounded, streaming_llm (a2t)")
+    p.add_argument("--policy-option", action="append", default=[], metavar="NAME=VALUE", help="as text_tier=fold")
+    p.add_argument("--model", type=Path, metavar="PATH", help="model folder (the embedded model)")
+    p.add_argument("--adapter", metavar="PATH", help="adapter folder, or none (the model's own)")
+    p.add_argument("--prompt", metavar="TEXT", help="system prompt (the model's own)")
+    p.add_argument("--sampled", action="store_true", help="sample the answers instead of taking the likeliest token")
+    p.add_argument("--seed", type=int, metavar="S", help="of the sampling (0)")
+    p.add_argument("--time-budget", type=_seconds, default=0.8, metavar="S", help="time a unit may take before the "
+                   "side channel leaves the rest to the next one, or none (0.8)")  # fmt: skip
+    p.add_argument("--tail", type=_seconds, default=10.0, metavar="S", help="most silence added at the end so that an "
+                   "answer can be finished (10)")  # fmt: skip
+    p.add_argument("--json", action="store_true", help="one JSON object a unit on standard output, then the summary")
+    p.set_defaults(run=_stream)
+
+
+def _stream(args: argparse.Namespace) -> int:
+    from a2t.stream import stream  # torch is imported here, after the arguments have been read
+
+    return stream(args)
+
+
+def _positions(text: str) -> int | None:
+    if text.lower() == "none":
+        return None
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of positions; give 0 or more, or none")
+    return int(text)
+
+
+def _seconds(text: str) -> float | None:
+    if text.lower() == "none":
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 3600:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time; give seconds, 0 to 3600, or none")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())
