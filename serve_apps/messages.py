@@ -38,7 +38,9 @@ class UnitReport:
     peak: int
     evicted: int  # positions dropped after this unit
     unit_ms: float  # processing time: audio in to result, eviction included
+    missed: bool  # that took longer than the deadline
     forwards: int
+    positions: int  # fed
     kv_bytes: int
     encoder_bytes: int
     input_tokens: int

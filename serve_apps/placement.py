@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -82,16 +83,15 @@ class Placement:
         if waiting is not None and self._ticket(session).position == seen:
             waiting.last_seen = self._clock()
             waiting.changed.clear()
-            try:
+            with suppress(TimeoutError):
                 await asyncio.wait_for(waiting.changed.wait(), timeout)
-            except TimeoutError:
-                await self.serve_line()
             waiting.last_seen = self._clock()
         return self._ticket(session)
 
     async def leave(self, session: str, record: View | None = None) -> None:
         """The session is over, or gave up waiting. `record` is what stays readable of it."""
-        self._line.pop(session, None)
+        if self._line.pop(session, None) is not None:
+            self._moved()
         lease = self._leases.pop(session, None)
         if record is not None:
             self._records[session] = record
@@ -103,12 +103,14 @@ class Placement:
         await self.serve_line()
 
     async def serve_line(self) -> None:
-        """Gives rows to the head of the line while there are any."""
+        """Gives rows to the head of the line while there are any. To be called now and then: rows come free by
+        themselves when an engine starts or a promise lapses."""
         async with self._turn:
             now = self._clock()
             for session, waiting in list(self._line.items()):
                 if now - waiting.last_seen > self._give_up_s:
                     del self._line[session]
+                    self._moved()
             while self._line:
                 loads = await self._fleet.loads()
                 self._rows = max(1, sum(e.rows for e in loads))
@@ -124,8 +126,11 @@ class Placement:
                     continue
                 self._leases[session] = Lease(engine.name, engine.node, self._clock())
                 head.changed.set()
-            for waiting in self._line.values():
-                waiting.changed.set()
+                self._moved()
+
+    def _moved(self) -> None:
+        for waiting in self._line.values():
+            waiting.changed.set()
 
     def _ticket(self, session: str) -> Ticket:
         lease = self._leases.get(session)
