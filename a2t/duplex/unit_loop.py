@@ -140,7 +140,7 @@ class UnitLoop:
         forced_close = native == [t.turn_eos, t.listen]  # MiniCPM-o reports a unit that only listens as no end of turn
         speech = [i for n, i in enumerate(native) if i not in t.terminators and self.is_spoken(n, i)]
         spoken = [i for i in native if i not in t.terminators]
-        response = [i for i in speech if i not in t.control]
+        response = [i for i in speech if self.is_text(i)]
         return UnitResult(
             unit=unit,
             listening=native[-1] == t.listen,
