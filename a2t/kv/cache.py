@@ -120,6 +120,23 @@ class KVArena:
         turned = k_NHSD * angle.cos() + torch.cat((-second, first), dim=-1) * angle.sin()
         keys.index_copy_(2, index, turned.to(keys.dtype))
 
+    def gather(self, row: int, slots: Sequence[int]) -> dict[str, Tensor]:
+        """Keys and values of some residents, in the order given, as `export` gives them all."""
+        self._check(row)
+        kv_N2HLD = self.kv_N2RHCD[:, :, row].index_select(3, torch.tensor(list(slots), device=self.kv_N2RHCD.device))
+        return {"keys": kv_N2HLD[:, 0], "values": kv_N2HLD[:, 1]}
+
+    def extend(self, row: int, tensors: dict[str, Tensor]) -> None:
+        """Append positions computed elsewhere, in the form of `gather`, at the row's tail. ValueError if they do not
+        fit its capacity."""
+        self._check(row)
+        start, count = self.lengths[row], tensors["keys"].shape[2]
+        if start + count > self.capacity:
+            raise ValueError(f"{start} positions and {count} more do not fit the capacity of {self.capacity}")
+        self.kv_N2RHCD[:, 0, row, :, start : start + count] = tensors["keys"]
+        self.kv_N2RHCD[:, 1, row, :, start : start + count] = tensors["values"]
+        self.lengths[row] = start + count
+
     def export(self, row: int) -> dict[str, Tensor]:
         """The row's residents, in slot order: {"keys", "values"}, each [layers, kv_heads, length, head_dim], copies."""
         self._check(row)

@@ -148,6 +148,19 @@ class Ledger:
             raise ValueError(f"shifting {len(moved)} positions by {delta} makes them collide; shift whole tails only")
         self.positions, self._slot_at, self.next_position = positions, slot_at, next_position
 
+    def insert(self, kinds: Sequence[Kind], first: int) -> range:
+        """Book tokens of the prefix at positions `first`.., which nothing may occupy: a prefix is fed anew before units
+        that stay. Their slots are at the tail like any other's. Costs O(residents). ValueError if they collide."""
+        after = self.next_position
+        taken = [p for p in range(first, first + len(kinds)) if p in self._slot_at]
+        if taken or first + len(kinds) > after:
+            raise ValueError(f"{len(kinds)} positions do not fit in at {first}: {taken[:1] or after} is in the way")
+        self.next_position = first
+        fed = self.append(kinds, PREFIX_UNIT)
+        self.next_position = after
+        self._slot_at = dict(sorted(self._slot_at.items()))
+        return fed
+
     # reading
 
     def counts(self) -> dict[Kind, int]:
@@ -183,6 +196,7 @@ class Ledger:
         assert len(self.kinds) == len(self.units) == length <= self.peak
         assert sum(self._count) == length
         assert all(self._count[kind] == self.kinds.count(kind) for kind in _KINDS)
+        assert len(self._slot_at) == length
         assert {p: s for s, p in enumerate(self.positions)} == self._slot_at
         assert list(self._slot_at) == sorted(self._slot_at)
         assert all(0 <= p < self.next_position for p in self.positions)

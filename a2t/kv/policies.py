@@ -1,7 +1,7 @@
 """Which residents leave after a unit. One signature for all policies; they read the ledger and change nothing.
 
 To add one, write a frozen dataclass with `name` and `plan_eviction`, and list it in POLICIES. A window that re-rotates
-what stays (MiniCPM-o's own) says so in `Eviction.rotation`.
+what stays says so in `Eviction.rotation`; MiniCPM-o's own two are in windows.py.
 """
 
 from __future__ import annotations
@@ -10,32 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
+from a2t.kv.eviction import NOTHING, Eviction
 from a2t.kv.ledger import PREFIX_UNIT, Ledger, Tier
-
-
-@dataclass(frozen=True)
-class Rotation:
-    """Keys in `slots` (numbered as before the drop) turn by `delta` positions, the next position moves with them."""
-
-    slots: tuple[int, ...]
-    delta: int
-
-
-@dataclass(frozen=True)
-class Eviction:
-    """What leaves. `drop`: slots, ascending; `units`: those that lost evictable positions, oldest first;
-    `folded_units`: those whose transcript left the cache (it stays in the journal); `rotation`: see Rotation."""
-
-    drop: tuple[int, ...] = ()
-    units: tuple[int, ...] = ()
-    folded_units: tuple[int, ...] = ()
-    rotation: Rotation | None = None
-
-    def __bool__(self) -> bool:
-        return bool(self.drop) or self.rotation is not None
-
-
-NOTHING = Eviction()
+from a2t.kv.windows import BasicWindow, ContextWindow
 
 
 class Policy(Protocol):
@@ -131,6 +108,8 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     A2T.name: A2T,
     Unbounded.name: Unbounded,
     StreamingLLM.name: StreamingLLM,
+    BasicWindow.name: BasicWindow,
+    ContextWindow.name: ContextWindow,
 }
 
 

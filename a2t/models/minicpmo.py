@@ -27,6 +27,7 @@ from a2t.models.whisper_stream import Projection, StreamingWhisper, whisper_conf
 MODEL_TYPE = "minicpmo"
 LANGUAGE, ENCODER, PROJECTION = "llm.", "apm.", "audio_projection_layer."
 PROMPT = "<|im_start|>system\nStreaming Duplex Conversation! You are a helpful assistant.<|im_end|>\n"
+MARKER = "\n\nprevious: "
 
 DeviceMap = Mapping[str, str | int]
 
@@ -87,6 +88,18 @@ class MiniCPMO:
     def inv_freq(self) -> Tensor:
         """Rotary frequencies [head_dim / 2], for windows that re-rotate what they keep."""
         return self.language.inv_freq
+
+    def context_window(
+        self, suffix: str = "<|im_end|>\n", max_units: int = 24, previous_max_tokens: int = 500, marker: str = MARKER
+    ) -> dict[str, Any]:
+        """Options of the `context` policy (a2t.kv.windows) for a system prompt that ends with `suffix`."""
+        return {
+            "suffix_ids": self.tokenizer.encode(suffix),
+            "marker_ids": self.tokenizer.encode(marker),
+            "special_ids": sorted(self.tokenizer.special_ids),
+            "max_units": max_units,
+            "previous_max_tokens": previous_max_tokens,
+        }
 
     def embed(self, ids_T: Tensor) -> Tensor:
         return self.language.embed(ids_T)
