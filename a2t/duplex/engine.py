@@ -60,8 +60,8 @@ class Engine:
     """Owns the KV arena of one model and runs all its conversations in one batch.
 
     `observer(conversation, feed, positions, h_TD)` is called after each forward with every conversation's feed, the
-    positions that it got and its final hidden states [T, D] (inference tensors: clone to keep): what the model said can
-    be recorded without a second forward.
+    positions that it got and its final hidden states [T, D]: what the model said can be recorded without a second
+    forward.
     """
 
     def __init__(
@@ -252,6 +252,10 @@ class Engine:
         self.model.forward(e_TD, torch.tensor(list(positions), device=device), aside.pack([0], [len(refeed.ids)]))
         self.arena.extend(row, aside.gather(0, range(len(before), aside.lengths[0])))
 
+    def unit_room(self, conversation: Conversation) -> int:
+        """Positions that its next unit may take."""
+        return conversation.loop.positions_per_unit(self.model.encoder.embeddings_per_unit)
+
     # inside
 
     @property
@@ -272,7 +276,7 @@ class Engine:
         at_work = {task.row for task in self._batcher.tasks}
         return [c for c in self.conversations.values() if c.waiting and c.error is None and c.row not in at_work]
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def _step(self, ready: list[Conversation]) -> None:
         self._take_units(ready)
         self._batcher.step()
