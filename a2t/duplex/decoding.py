@@ -85,17 +85,20 @@ class NativeDecoder:
         self.tokens, self.config = tokens, config
         self.recent: deque[int] = deque(maxlen=config.repetition_window)
         self.rng = np.random.Generator(np.random.PCG64(config.seed))
-        self._never = [i for i in (tokens.asr_start, tokens.asr_end) if i is not None]
+        self._never = torch.tensor([i for i in (tokens.asr_start, tokens.asr_end) if i is not None], dtype=torch.long)
+        self._not_now = torch.tensor([tokens.chunk_eos, tokens.tts_pad])
 
     def choose(self, logits_V: Tensor) -> int:
-        """The next native token's id from the logits [V] of one position (left unchanged)."""
+        """The next native token's id from the logits [V] of one position, on CPU (left unchanged)."""
         c, t = self.config, self.tokens
-        logits_V = logits_V.clone()
-        logits_V[self._never] = -torch.inf
-        first = int(logits_V.argmax()) if c.greedy else self._draw(logits_V)
-        if first == t.chunk_eos:
-            return first
-        logits_V[[t.chunk_eos, t.tts_pad]] = -torch.inf
+        logits_V = logits_V.index_fill(0, self._never, -torch.inf)
+        if c.greedy:
+            pauses = int(logits_V.argmax()) == t.chunk_eos
+        else:  # the first draw matters only where it is <|chunk_eos|>
+            pauses = self.rng.random() < float((logits_V[t.chunk_eos].double() - logits_V.double().logsumexp(-1)).exp())
+        if pauses:
+            return t.chunk_eos
+        logits_V.index_fill_(0, self._not_now, -torch.inf)
         if c.repetition_penalty != 1.0 and self.recent:
             # Divides whatever the sign, as MiniCPM-o does: a negative logit rises.
             logits_V[sorted(set(self.recent))] /= c.repetition_penalty
@@ -107,16 +110,12 @@ class NativeDecoder:
         if c.greedy:
             token = int(logits_V.argmax())
         else:
-            token = self._draw(top_k_top_p(logits_V / c.temperature, c.top_k, c.top_p))
+            ids_N, probability_N = candidates(logits_V / c.temperature, c.top_k, c.top_p)
+            cumulative_N = probability_N.cumsum(-1)
+            at = int(torch.searchsorted(cumulative_N, cumulative_N[-1] * self.rng.random(), right=True))
+            token = int(ids_N[min(at, len(ids_N) - 1)])
         self.recent.append(token)
         return token
-
-    def _draw(self, logits_V: Tensor) -> int:
-        """One draw by inverting the distribution function in float64: one uniform number each, whatever the device."""
-        cumulative_V = logits_V.double().softmax(-1).cumsum(-1)
-        point = cumulative_V[-1] * self.rng.random()
-        last = torch.searchsorted(cumulative_V, cumulative_V[-1])  # the last possible token, should rounding pass it
-        return int(torch.minimum(torch.searchsorted(cumulative_V, point, right=True), last))
 
     def state_dict(self) -> dict[str, Any]:
         return {"recent": list(self.recent), "rng": self.rng.bit_generator.state}
@@ -126,15 +125,17 @@ class NativeDecoder:
         self.rng.bit_generator.state = state["rng"]
 
 
-def top_k_top_p(logits_V: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Logits with everything outside the top k, then outside the nucleus, set to -inf. The token that passes `top_p`
-    is kept."""
+def candidates(logits_V: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor]:
+    """Ids and probabilities (float64, adding up to 1) of the `top_k` likeliest tokens' nucleus, likeliest first.
+
+    Ties with the k-th stay; the token that passes `top_p` is kept.  `top_k` 0 keeps every token.
+    """
     if top_k:
         kth = logits_V.topk(min(top_k, len(logits_V))).values[-1]
-        logits_V = logits_V.masked_fill(logits_V < kth, -torch.inf)
-    if top_p < 1:
-        ordered_V, order_V = logits_V.sort(descending=True)
-        probability_V = ordered_V.softmax(-1)
-        outside_V = probability_V.cumsum(-1) - probability_V > top_p
-        logits_V = logits_V.index_fill(0, order_V[outside_V], -torch.inf)
-    return logits_V
+        ids_N = ((logits_V >= kth) & (logits_V > -torch.inf)).nonzero()[:, 0]
+    else:
+        ids_N = (logits_V > -torch.inf).nonzero()[:, 0]
+    ordered_N, order_N = logits_V[ids_N].double().sort(descending=True, stable=True)
+    probability_N = ordered_N.softmax(-1)
+    nucleus_N = probability_N.cumsum(-1) - probability_N <= top_p
+    return ids_N[order_N[nucleus_N]], probability_N[nucleus_N] / probability_N[nucleus_N].sum()

@@ -164,7 +164,7 @@ class Journal:
         for piece in pieces[:-1]:  # a unit at a time, as a live stream comes
             conversation.encoder_state.push(piece)
         audio: dict[int, Tensor] = {}
-        with torch.inference_mode():
+        with torch.no_grad():
             # Units whose audio the encoder does not give back yet stay text.
             for unit in range(len(copy.units) - whole, len(copy.units)):
                 if conversation.encoder_state.units_ready:

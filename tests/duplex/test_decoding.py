@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import TopKLogitsWarper, TopPLogitsWarper
 
-from a2t.duplex.decoding import DuplexConfig, NativeDecoder, top_k_top_p
+from a2t.duplex.decoding import DuplexConfig, NativeDecoder, candidates
 from a2t.duplex.protocol import SpecialTokens
 from tests.duplex.stub import WordTokenizer
 
@@ -26,7 +26,10 @@ def test_top_k_top_p_equals_transformers(top_k, top_p):
             expected = TopKLogitsWarper(top_k)(None, expected)
         if top_p < 1:
             expected = TopPLogitsWarper(top_p)(None, expected)
-        assert torch.equal(top_k_top_p(logits_1V[0], top_k, top_p), expected[0])
+        ids_N, probability_N = candidates(logits_1V[0], top_k, top_p)
+        found_V = torch.zeros(V, dtype=torch.float64).index_put((ids_N,), probability_N)
+        torch.testing.assert_close(found_V, expected[0].softmax(-1), rtol=0, atol=1e-15)
+        assert (probability_N.diff() <= 0).all() and len(set(ids_N.tolist())) == len(ids_N)
 
 
 def logits(**likely: float) -> torch.Tensor:

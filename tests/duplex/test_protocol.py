@@ -136,7 +136,8 @@ def scripted(
             feeds.append(feed)
             reply = Reply()
             if feed.want:
-                reply, n = Reply(next(answers), None, n >= hurry_from), n + 1
+                reply, n = Reply(next(answers, None), None, n >= hurry_from), n + 1
+                assert reply.logits is not None, "the script is too short"
             feed = steps.send(reply)
     except StopIteration as end:
         assert next(answers, None) is None, "the script is used up"
@@ -207,7 +208,7 @@ def test_listen_in_an_open_turn_becomes_tts_bos_and_forced_listening_closes_the_
     assert loop.turn_open
     result, _ = scripted("<|listen|>", "cup", "<|chunk_eos|>", loop=loop)
     assert result.native_ids[0] == T.tts_bos and not result.listening
-    forced, _ = scripted("<|speak|>", "<|asr_start|>", "amber", "<|asr_end|>", loop=loop, force=True)
+    forced, _ = scripted("<|speak|>", "<|asr_start|>", "amber", "<|asr_end|>", "cup", loop=loop, force=True)
     assert forced.native_ids == [T.turn_eos, T.listen] and forced.transcript_text == "amber"
     assert forced.listening and not forced.end_of_turn and not loop.turn_open
     again, _ = scripted("<|listen|>", "cup", loop=loop)
