@@ -133,7 +133,7 @@ def embedded(args: argparse.Namespace) -> str:
     folders = {s.name: tuple(paths.of(s)) for s in systems}  # before hours of work, not after
     print(f"rendering {args.sessions} held-out conversations (split test, seed {args.seed}) ...", flush=True)
     corpus = args.out / "sessions" / f"seed{args.seed}-{args.sessions}"
-    manifest = embedded_corpus.test(corpus, args.sessions, args.seed)
+    manifest = embedded_corpus.held_out(corpus, args.sessions, args.seed)
     rows = Manifest.read(manifest)
     tasks = {
         (row.id, s.name): Task(

@@ -75,7 +75,9 @@ class Report:
         out = []
         for q in self.quantities.values():
             verdict = "ok" if q.ok else f"DIFFERS, first at its largest in {q.where}" if q.compared else "NOT COMPARED"
-            out.append(f"{q.name:<{width}}  {q.largest:9.2e}  bound {q.bound:7.0e}  {q.compared:5d} compared  {verdict}")
+            out.append(
+                f"{q.name:<{width}}  {q.largest:9.2e}  bound {q.bound:7.0e}  {q.compared:5d} compared  {verdict}"
+            )
         return out
 
 

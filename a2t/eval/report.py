@@ -258,7 +258,7 @@ def _says(name: str) -> str:
 
 def _finish(fig: Any, ax: Any, path: Path) -> None:
     ax.spines[["top", "right"]].set_visible(False)
-    if ax.has_data():
+    if ax.get_legend_handles_labels()[0]:
         ax.legend(frameon=False, fontsize=8)
     _save(fig, path)
 

@@ -20,7 +20,7 @@ from a2t.eval.embedded import (
 )
 from a2t.eval.streaming import SessionRun
 
-ISSUE_KEYS = """wer wer_unbounded wer_floor peak_residents peak_residents_unbounded recall recall_base recall_unbounded
+RESULT_KEYS = """wer wer_unbounded wer_floor peak_residents peak_residents_unbounded recall recall_base recall_unbounded
 recall_streaming_llm wer_first_minute wer_last_minute order_qa order_qa_native takeover_pause takeover_backchannel
 takeover_turn_end takeover_pause_base takeover_backchannel_base takeover_turn_end_base takeover_pause_no_distillation
 takeover_backchannel_no_distillation takeover_turn_end_no_distillation emission_delay_mean_s emission_delay_max_s
@@ -157,7 +157,7 @@ def test_transcription_by_minute_and_delays(make_row: MakeRow, make_run: MakeRun
     assert out.delays == pytest.approx([2.25 - 0.5, 2.25 - 1.0, 61.25 - 59.9, 122.25 - 121.2])
 
 
-def test_results_have_the_issues_keys(make_row: MakeRow, make_run: MakeRun) -> None:
+def test_results_have_exactly_these_keys(make_row: MakeRow, make_run: MakeRun) -> None:
     turns = [fact(1.0, "key", "hall"), question(200.0, "key", "hall", 0), Turn("backchannel", 210.0, 210.5, "yeah")]
     row = make_row(220.0, turns, [Word("the", 1.0, 1.5)])
     right, wrong = {201: "in the hall."}, {201: "in the car.", 211: "what."}
@@ -167,7 +167,7 @@ def test_results_have_the_issues_keys(make_row: MakeRow, make_run: MakeRun) -> N
 
     found = {"a2t": of(right, 4007, ms=1001.0), "base": of(right, 2600, False), "streaming_llm": of(wrong, 2004, False)}
     out = results(found)  # type: ignore[arg-type]
-    assert list(out) == ISSUE_KEYS
+    assert list(out) == RESULT_KEYS
     assert out["wer"] == 0.0 and out["wer_unbounded"] is None
     assert (out["peak_residents"], out["units"], out["deadline_misses"]) == (4007, 220, 220)
     assert (out["recall"], out["recall_base"], out["recall_streaming_llm"]) == (1.0, 1.0, 0.0)
