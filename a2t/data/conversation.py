@@ -170,7 +170,7 @@ def converse(rng: Random, speak: Speak, plan: Plan, held_out: bool) -> Session:
                 prompt += world.state_fact(rng, fact).words
                 stated.append((fact, None))
     people = rng.sample(world.PEOPLE, plan.arrivals)
-    to_arrive, arrived, open_pairs = list(people), [], [p for p in pairwise(people)]
+    to_arrive, arrived, open_pairs = list(people), [], list(pairwise(people))
     asked: list[int] = []
     while line.now < plan.seconds - 4.0:
         asking = plan.mixed or line.now > plan.ask_from * plan.seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from a2t.data.conversation import Plan
@@ -10,12 +11,19 @@ from a2t.data.synthesis import Part, write_corpus
 MIX = Part("mix", Plan(60, 5, 2, mixed=True, prompt_facts=0.15), hours=9)
 SHORT = Part("short", Plan(9, 1, 0, mixed=True), hours=2.5)
 LONG = Part("long", Plan(300, 8, 3, ask_from=0.45, ask_chance=0.4), hours=4)
+UTTERANCES = Part("utterance", Plan(10, 1, 0, mixed=True), hours=4)
 TEN_MINUTES = Plan(600, 13, 4)
 
 
 def train(folder: Path, scale: float = 1.0, shards: int = 2) -> Path:
-    parts = [Part(p.name, p.plan, p.hours * scale, vary=p.vary) for p in (MIX, SHORT, LONG)]
+    parts = [replace(p, hours=p.hours * scale) for p in (MIX, SHORT, LONG)]
     return write_corpus(folder, parts, seed=0, split="train", shards=shards)
+
+
+def utterances(folder: Path, scale: float = 1.0, shards: int = 2) -> Path:
+    """What the adapter is trained on: transcribed speech of at most 16 s a piece."""
+    part = replace(UTTERANCES, hours=UTTERANCES.hours * scale)
+    return write_corpus(folder, [part], seed=2, split="train", shards=shards)
 
 
 def dev(folder: Path, shards: int = 2) -> Path:
@@ -23,6 +31,6 @@ def dev(folder: Path, shards: int = 2) -> Path:
     return write_corpus(folder, parts, seed=1, split="dev", shards=shards)
 
 
-def test(folder: Path, sessions: int = 20, seed: int = 0, shards: int = 2) -> Path:
+def held_out(folder: Path, sessions: int = 20, seed: int = 0, shards: int = 2) -> Path:
     """Held-out sentences, held-out combinations, held-out voices: ten-minute conversations."""
     return write_corpus(folder, [Part("ten", TEN_MINUTES, sessions=sessions, vary=False)], 1000 + seed, "test", shards)

@@ -159,7 +159,8 @@ def load_modules(folder: Path | None = None, dtype: torch.dtype = torch.float32)
     for name in ("config.json", "tokenizer.json", "model.safetensors"):
         if not (folder / name).is_file():
             raise ValueError(
-                f"{folder} has no {name}: an embedded model's folder is expected (python -m jobs.pretrain_tiny makes one)"
+                f"{folder} has no {name}: a folder of the embedded model is expected "
+                "(python -m jobs.pretrain_tiny makes one)"
             )
     values = json.loads((folder / "config.json").read_text())
     if values.get("model_type") != MODEL_TYPE:

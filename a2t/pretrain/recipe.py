@@ -20,7 +20,7 @@ from a2t.pretrain.samples import Sampler
 PHASES = ("encoder", "text", "audio")
 ENCODER = Schedule(steps=3600, lr=1.2e-3, warmup=100, decay_from=0.3)
 TEXT = Schedule(steps=500, lr=1.5e-3, warmup=60, decay_from=0.6, floor=0.1)
-AUDIO = Schedule(steps=900, lr=1.0e-3, warmup=50)
+AUDIO = Schedule(steps=500, lr=1.0e-3, warmup=50, decay_from=0.5)
 
 
 def new_modules(seed: int) -> tuple[TinyModules, WordTokenizer]:
@@ -68,6 +68,8 @@ def run(work: Path, out: Path, seed: int, scale: float, workers: Workers, until:
     wait(workers)
     heard = Heard(features.embeddings(train, modules.encoder, "heard"), modules)
     heard_dev = Heard(features.embeddings(dev, modules.encoder, "heard"), modules)
+    # a silent frame is a zero vector so far, and normalising zero makes gradients of thousands
+    torch.nn.init.normal_(modules.adaptor.project.bias, std=0.05, generator=torch.Generator().manual_seed(seed))
     train_on_audio(trainer, heard, heard_dev, scaled(AUDIO, scale), phases, workers, seed)
     if not workers.lead:
         return
