@@ -85,6 +85,21 @@ class Checkpoint:
             grouped.setdefault(self.files[name], []).append(name)
         return grouped
 
+    def problems(self, module: nn.Module, prefix: str, unused: frozenset[str] = frozenset()) -> list[str]:
+        """What keeps the tensors under `prefix` from being those of `module`, one line a tensor, each to be read after
+        the folder's name."""
+        found = {n: shape for n, (shape, _) in self.describe(prefix).items() if n.removeprefix(prefix) not in unused}
+        wanted = {prefix + name: tuple(t.shape) for name, t in module.state_dict().items()}
+        if not found:
+            return [f"has no tensor under {prefix!r}, so this part of the model is not in it"]
+        lines = [f"lacks tensor {n}" for n in wanted if n not in found]
+        lines += [f"has an unknown tensor {n}" for n in found if n not in wanted]
+        return lines + [
+            f"has tensor {n} of shape {list(found[n])} where config.json asks for {list(shape)}"
+            for n, shape in wanted.items()
+            if n in found and found[n] != shape
+        ]
+
     def load_into(
         self,
         module: nn.Module,
@@ -99,12 +114,13 @@ class Checkpoint:
         map from submodule names to devices, the longest name wins ("" for the rest).  `unused`: names after the prefix
         that are known and not wanted.  ValueError naming the first tensor that is missing, extra or misshapen.
         """
-        found = self.describe(prefix)
-        wanted = {prefix + name: tuple(t.shape) for name, t in module.state_dict().items()}
-        optional = {prefix + name for name in unused}
-        _compare(self.folder, prefix, wanted, {n: shape for n, (shape, _) in found.items() if n not in optional})
+        problems = self.problems(module, prefix, unused)
+        if problems:
+            more = f" (and {len(problems) - 1} more such problems)" if len(problems) > 1 else ""
+            raise ValueError(f"{self.folder} {problems[0]}{more}: config.json and the weights do not agree")
+        wanted = {prefix + name for name in module.state_dict()}
         owners = {name: (owner, leaf) for name, owner, leaf in _leaves(module)}
-        for name, tensor in self.tensors([n for n in found if n in wanted]):
+        for name, tensor in self.tensors([n for n in self.names(prefix) if n in wanted]):
             owner, leaf = owners[name.removeprefix(prefix)]
             place = device_of(name.removeprefix(prefix), device)
             tensor = tensor.to(device=place, dtype=dtype if tensor.is_floating_point() else None)
@@ -128,21 +144,6 @@ def _leaves(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     for path, owner in module.named_modules():
         for leaf in (*owner._parameters, *owner._buffers):
             yield f"{path}.{leaf}" if path else leaf, owner, leaf
-
-
-def _compare(folder: Path, prefix: str, wanted: dict[str, tuple[int, ...]], found: dict[str, tuple[int, ...]]) -> None:
-    missing = [n for n in wanted if n not in found]
-    extra = [n for n in found if n not in wanted]
-    misshapen = [n for n in wanted if n in found and wanted[n] != found[n]]
-    if not found:
-        raise ValueError(f"{folder} has no tensor under {prefix!r}: this part of the model is not in the checkpoint")
-    for kind, names in (("lacks", missing), ("has an unknown", extra), ("has a misshapen", misshapen)):
-        if names:
-            name = names[0]
-            shapes = f": {list(found[name])}, config.json asks for {list(wanted[name])}" if kind[-1] == "n" else ""
-            shapes = shapes if name in wanted and name in found else ""
-            more = f" (and {len(names) - 1} more such tensors)" if len(names) > 1 else ""
-            raise ValueError(f"{folder} {kind} tensor {name}{shapes}{more}: config.json and the weights do not agree")
 
 
 def _locate(path: str | Path) -> Path:
