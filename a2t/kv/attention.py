@@ -7,12 +7,14 @@ Suffixes as in cache.py, and: Q query heads, G query heads a KV head, t one row'
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -30,12 +32,43 @@ def packed_attention(q_1QTD: Tensor, batch: PackedBatch, layer: int, scale: floa
 
     `batch.update` must have written this layer's new keys and values.
     """
+    if varlen_fits(q_1QTD, batch):
+        return varlen_attention(q_1QTD, batch, layer, scale, varlen_attn)
     if len(batch.rows) == 1:
         k_HLD, v_HLD = batch.dense(layer, 0)
         return _row_attention(q_1QTD[0], k_HLD, v_HLD, scale)[None]
     q_rows = q_1QTD[0].split(batch.counts, 1)
     outs = [_row_attention(q_QtD, *batch.dense(layer, i), scale) for i, q_QtD in enumerate(q_rows)]
     return torch.cat(outs)[None]
+
+
+def varlen_fits(q_1QTD: Tensor, batch: PackedBatch) -> bool:
+    """Whether the CUDA kernel takes this batch: half precision, and pages (rows of the arena) of a multiple of 256."""
+    half = q_1QTD.dtype in (torch.float16, torch.bfloat16)
+    return q_1QTD.is_cuda and half and batch.arena.capacity % 256 == 0 and q_1QTD.shape[-1] % 8 == 0
+
+
+def varlen_attention(
+    q_1QTD: Tensor, batch: PackedBatch, layer: int, scale: float, kernel: Callable[..., Any]
+) -> Tensor:
+    """All rows in one call of `kernel` (torch.nn.attention.varlen.varlen_attn). A row's new tokens are its last keys,
+    and that is how the kernel aligns its causal window."""
+    where, kv_2RHCD = batch.paged, batch.arena.kv_N2RHCD[layer]
+    out: Tensor = kernel(
+        q_1QTD[0].transpose(0, 1).contiguous(),
+        kv_2RHCD[0].transpose(1, 2),
+        kv_2RHCD[1].transpose(1, 2),
+        where.query_ends,
+        where.key_ends,
+        where.most_queries,
+        where.most_keys,
+        scale=scale,
+        window_size=(-1, 0),
+        enable_gqa=True,
+        seqused_k=where.lengths,
+        block_table=where.pages,
+    )
+    return out[None]
 
 
 def _row_attention(q_QtD: Tensor, k_HLD: Tensor, v_HLD: Tensor, scale: float) -> Tensor:

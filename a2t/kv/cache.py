@@ -7,6 +7,9 @@ D head dimension, N layers.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -168,6 +171,19 @@ class KVArena:
             raise ValueError(f"row {row} is not allocated (rows in use: {used})")
 
 
+class Paged(NamedTuple):
+    """A batch as variable-length kernels take it: every row of the arena is one page, of `capacity` positions."""
+
+    rows_T: Tensor  # where each packed token goes: its row, and its slot there (int64)
+    slots_T: Tensor
+    query_ends: Tensor  # cumulative new tokens, [rows + 1], int32
+    key_ends: Tensor  # cumulative residents, new ones included, likewise
+    lengths: Tensor  # residents of each row, [rows], int32
+    pages: Tensor  # the page of each row, [rows, 1], int32
+    most_queries: int
+    most_keys: int
+
+
 class PackedBatch:
     """Who feeds how many new tokens in one step, and where their keys and values go.
 
@@ -200,6 +216,9 @@ class PackedBatch:
         """Write one layer's new keys (after rotation) and values at the tails of the rows, in place."""
         assert not self.committed, "a batch is good for one forward"
         k_HTD, v_HTD = k_1HTD[0], v_1HTD[0]
+        if k_HTD.is_cuda:
+            self._scatter(layer, k_HTD, v_HTD)
+            return
         if len(self.rows) == 1:
             tails = self._tails[0]
             tails[2 * layer].copy_(k_HTD)
@@ -210,6 +229,26 @@ class PackedBatch:
         ):
             tails[2 * layer].copy_(k_HtD)
             tails[2 * layer + 1].copy_(v_HtD)
+
+    def _scatter(self, layer: int, k_HTD: Tensor, v_HTD: Tensor) -> None:
+        """The same in two kernel launches, however many rows."""
+        where, kv_2RHCD = self.paged, self.arena.kv_N2RHCD[layer]
+        kv_2RHCD[0].transpose(1, 2)[where.rows_T, where.slots_T] = k_HTD.transpose(0, 1)
+        kv_2RHCD[1].transpose(1, 2)[where.rows_T, where.slots_T] = v_HTD.transpose(0, 1)
+
+    @cached_property
+    def paged(self) -> Paged:
+        rows = [row for row, count in zip(self.rows, self.counts, strict=True) for _ in range(count)]
+        slots = [slot for start, end in zip(self.starts, self.ends, strict=True) for slot in range(start, end)]
+        query_ends, key_ends = [0, *accumulate(self.counts)], [0, *accumulate(self.ends)]
+        packed = torch.tensor(
+            [*rows, *slots, *query_ends, *key_ends, *self.ends, *self.rows], device=self.arena.kv_N2RHCD.device
+        )  # one transfer for all of them
+        T, R = self.tokens, len(self.rows)
+        where, small = packed[: 2 * T].view(2, T), packed[2 * T :].int().split([R + 1, R + 1, R, R])
+        return Paged(
+            where[0], where[1], small[0], small[1], small[2], small[3].view(R, 1), max(self.counts), max(self.ends)
+        )
 
     def dense(self, layer: int, i: int) -> tuple[Tensor, Tensor]:
         """Keys and values that row `rows[i]` holds with its new tokens, views [kv_heads, ends[i], head_dim]."""
