@@ -118,9 +118,12 @@ def counts_of(pairs: Sequence[Pair]) -> Counts:
 # Planning
 
 
-def plan_joins(ids: Sequence[str], units: Sequence[int], config: DistillConfig) -> list[tuple[int, ...]]:
-    """Which utterances are laid end to end: tuples of indices, every index in exactly one. Deterministic in the ids
-    and the seed, so that the teacher's job and the training job plan the same streams."""
+def plan_joins(
+    ids: Sequence[str], units: Sequence[int], prefixes: Sequence[tuple[int, ...]], config: DistillConfig
+) -> list[tuple[int, ...]]:
+    """Which utterances are laid end to end: tuples of indices, every index in exactly one; only utterances with the
+    same prefix meet. Deterministic in the ids and the seed, so that the teacher's job and the training job plan the
+    same streams."""
     order = list(range(len(ids)))
     if not config.join_units:
         return [(i,) for i in order]
@@ -128,13 +131,14 @@ def plan_joins(ids: Sequence[str], units: Sequence[int], config: DistillConfig) 
     rng.shuffle(order)
     cut = round(len(order) * config.join_share)
     streams: list[tuple[int, ...]] = [(i,) for i in order[cut:]]
-    current: list[int] = []
+    open_streams: dict[tuple[int, ...], tuple[list[int], int]] = {}  # by prefix: its indices and units so far
     for i in order[:cut]:
-        if current and sum(units[j] for j in current) + units[i] > config.join_units:
-            streams.append(tuple(current))
-            current = []
-        current.append(i)
-    return streams + ([tuple(current)] if current else [])
+        stream, held = open_streams.get(prefixes[i], ([], 0))
+        if stream and held + units[i] > config.join_units:
+            streams.append(tuple(stream))
+            stream, held = [], 0
+        open_streams[prefixes[i]] = ([*stream, i], held + units[i])
+    return streams + [tuple(stream) for stream, _ in open_streams.values()]
 
 
 BUCKET_STEPS = 16

@@ -1,7 +1,7 @@
 """Training streams by index, and the cached form of a corpus on disk.
 
-A corpus is anything with `ids`, `units` (how many each example has), a length and `corpus[i] -> Example`.  A cached
-corpus keeps the frozen encoder's embeddings, so that everything after the encoder trains without audio:
+A corpus is anything with `ids`, `units` (how many each example has), `prefixes`, a length and `corpus[i] -> Example`.
+A cached corpus keeps the frozen encoder's embeddings, so that everything after the encoder trains without audio:
 
     corpus.json            what made it: embeddings a unit, width, dtype, free-form provenance
     examples.jsonl         {"id", "prefix", "native": [[..]..], "segments": [[..] | null ..], "shard": 0, "row": 0}
@@ -11,6 +11,7 @@ corpus keeps the frozen encoder's embeddings, so that everything after the encod
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,6 +36,9 @@ class Corpus(Protocol):
     @property
     def units(self) -> Sequence[int]: ...
 
+    @property
+    def prefixes(self) -> Sequence[tuple[int, ...]]: ...
+
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Example: ...
@@ -47,6 +51,7 @@ class Examples:
         self._examples = list(examples)
         self.ids = [e.id for e in self._examples]
         self.units = [len(e.units) for e in self._examples]
+        self.prefixes = [e.prefix for e in self._examples]
         _refuse_doubles(self.ids, "the corpus")
 
     def __len__(self) -> int:
@@ -61,8 +66,9 @@ class Joined:
 
     def __init__(self, corpus: Corpus, config: DistillConfig):
         self._corpus = corpus
-        self._streams = plan_joins(corpus.ids, corpus.units, config)
+        self._streams = plan_joins(corpus.ids, corpus.units, corpus.prefixes, config)
         self.ids = [join_id([corpus.ids[i] for i in s]) for s in self._streams]
+        self.prefixes = [corpus.prefixes[s[0]] for s in self._streams]
         self.units = [sum(corpus.units[i] for i in s) for s in self._streams]
 
     def __len__(self) -> int:
@@ -70,6 +76,25 @@ class Joined:
 
     def __getitem__(self, index: int) -> Example:
         return join([self._corpus[i] for i in self._streams[index]], self.ids[index])
+
+
+class Chained:
+    """Several corpora, one after another."""
+
+    def __init__(self, corpora: Sequence[Corpus]):
+        self._corpora = corpora
+        self._place = [(c, i) for c, corpus in enumerate(corpora) for i in range(len(corpus))]
+        self.ids = [i for c in corpora for i in c.ids]
+        self.units = [u for c in corpora for u in c.units]
+        self.prefixes = [p for c in corpora for p in c.prefixes]
+        _refuse_doubles(self.ids, "the corpus")
+
+    def __len__(self) -> int:
+        return len(self._place)
+
+    def __getitem__(self, index: int) -> Example:
+        corpus, at = self._place[index]
+        return self._corpora[corpus][at]
 
 
 class CachedCorpus:
@@ -89,6 +114,7 @@ class CachedCorpus:
         self._lines = [json.loads(line) for line in lines]
         self.ids: list[str] = [line["id"] for line in self._lines]
         self.units: list[int] = [len(line["native"]) for line in self._lines]
+        self.prefixes: list[tuple[int, ...]] = [tuple(line["prefix"]) for line in self._lines]
         _refuse_doubles(self.ids, str(self.folder))
         self._open: dict[int, Any] = {}
 
@@ -111,7 +137,11 @@ class CachedCorpus:
 
     @staticmethod
     def write(
-        folder: str | Path, examples: Iterable[Example], dtype: torch.dtype = torch.float16, **provenance: Any
+        folder: str | Path,
+        examples: Iterable[Example],
+        dtype: torch.dtype = torch.float32,
+        allow_empty: bool = False,
+        **provenance: Any,
     ) -> int:
         """Writes a corpus as it comes, one shard in memory at a time; `corpus.json` is written last, so an unfinished
         folder is not taken for a whole one. Returns the number of examples; ValueError for none or unlike ones."""
@@ -134,13 +164,14 @@ class CachedCorpus:
                 if row * shape[1] * dtype.itemsize >= SHARD_BYTES:
                     save_file({"audio_AD": torch.cat(parts)}, folder / _shard_name(shard))
                     shard, row, parts = shard + 1, 0, []
-        if shape is None:
+        if shape is None and not allow_empty:
             raise ValueError(f"{folder}: there is no example to write")
         if parts:
             save_file({"audio_AD": torch.cat(parts)}, folder / _shard_name(shard))
+        per_unit, hidden = shape or (0, 0)
         meta = {
-            "audio_per_unit": shape[0],
-            "hidden": shape[1],
+            "audio_per_unit": per_unit,
+            "hidden": hidden,
             "dtype": str(dtype).removeprefix("torch."),
             "examples": count,
         }
@@ -165,7 +196,7 @@ def _shard_name(shard: int) -> str:
 
 def _refuse_doubles(ids: Sequence[str], where: str) -> None:
     if len(set(ids)) != len(ids):
-        double = next(i for n, i in enumerate(ids) if i in ids[:n])
+        double = Counter(ids).most_common(1)[0][0]
         raise ValueError(f"{where} has two examples with id {double!r}")
 
 

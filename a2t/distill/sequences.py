@@ -189,8 +189,8 @@ def hidden_from(layout: Layout, policy: Policy, budget: int | None) -> list[int]
         if unit < 0:
             continue  # the engine evicts after units only
         eviction = policy.plan_eviction(ledger, budget)
-        if eviction.rotation is not None:
-            raise ValueError(f"policy {policy.name!r} re-rotates keys: it cannot be simulated in a mask")
+        if eviction.rotation is not None or eviction.refeed is not None:
+            raise ValueError(f"policy {policy.name!r} rewrites keys that stay: a mask cannot simulate it")
         if eviction.drop:
             for slot in eviction.drop:
                 hidden[ledger.positions[slot]] = stop

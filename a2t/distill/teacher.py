@@ -163,9 +163,8 @@ class StorePlan:
         hidden_ED = torch.cat([t.hidden_ED for t in taught])
         stored_ED = hidden_ED.to(self.dtype)
         if not torch.equal(stored_ED.to(hidden_ED.dtype), hidden_ED):
-            raise ValueError(
-                f"{_dtype_name(self.dtype)} cannot hold this teacher's {_dtype_name(hidden_ED.dtype)} states"
-            )
+            mine, its = _dtype_name(self.dtype), _dtype_name(hidden_ED.dtype)
+            raise ValueError(f"a store in {mine} cannot hold this teacher's {its} states exactly; keep them in {its}")
         tensors = {
             "hidden_ED": stored_ED,
             "tokens_E": torch.cat([t.tokens_E for t in taught]),

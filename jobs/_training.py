@@ -1,0 +1,182 @@
+"""What the two training jobs share: settings from the command line and YAML, the model, Ray Train."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from a2t.distill.config import PRESETS, DistillConfig, with_overrides
+
+EMBEDDED = "embedded"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of both jobs."""
+    parser.add_argument(
+        "--config", type=Path, help="YAML with any of these options by name, and `settings:` as for --set"
+    )
+    parser.add_argument(
+        "--model", default=EMBEDDED, help="'embedded', or a folder: of that form, or a MiniCPM-o 4.5 checkpoint"
+    )
+    parser.add_argument("--out", help="where results go; started again with the same --out, the job goes on")
+    parser.add_argument("--preset", choices=sorted(PRESETS), help="settings to start from (default: embedded / paper)")
+    parser.add_argument(
+        "--set",
+        dest="settings",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="changes one setting, e.g. epochs=2 or eviction.high=2000 (a2t/distill/config.py lists them)",
+    )
+    parser.add_argument("--workers", type=int, default=2, help="Ray Train workers")
+    parser.add_argument("--gpu", action="store_true", help="one GPU a worker (default: CPU, gloo)")
+    parser.add_argument("--threads", type=int, default=1, help="threads a CPU worker computes with")
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None, required: Sequence[str]) -> argparse.Namespace:
+    """Command line over YAML over defaults; `settings` becomes a DistillConfig. Ends with a message on bad input."""
+    args = parser.parse_args(argv)
+    changes: dict[str, Any] = {}
+    try:
+        if args.config is not None:
+            changes = _apply_yaml(parser, args, argv)
+        for pair in args.settings:
+            _put(changes, pair)
+        args.preset = args.preset or ("embedded" if args.model == EMBEDDED else "paper")
+        args.settings = with_overrides(PRESETS[args.preset], changes)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        parser.error(str(error))
+    if missing := [name for name in required if getattr(args, name) is None]:
+        parser.error("the job needs " + ", ".join("--" + name.replace("_", "-") for name in missing))
+    if args.workers < 1 or args.threads < 1:
+        parser.error("--workers and --threads are at least 1")
+    return args
+
+
+def _apply_yaml(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, argv: Sequence[str] | None
+) -> dict[str, Any]:
+    values = yaml.safe_load(args.config.read_text()) or {}
+    if not isinstance(values, dict):
+        raise ValueError(f"{args.config} is not a mapping of options")
+    settings = values.pop("settings", {})
+    known = {a.dest for a in parser._actions} - {"help", "config"}
+    if unknown := [k for k in values if k.replace("-", "_") not in known]:
+        raise ValueError(f"{args.config}: there is no option {', '.join(map(repr, unknown))}")
+    parser.set_defaults(**{k.replace("-", "_"): v for k, v in values.items()})
+    given = parser.parse_args(argv)  # the command line wins
+    vars(args).update(vars(given))
+    if not isinstance(settings, dict):
+        raise ValueError(f"{args.config}: `settings` is {settings!r}, not a mapping")
+    return settings
+
+
+def _put(changes: dict[str, Any], pair: str) -> None:
+    name, equals, text = pair.partition("=")
+    if not equals:
+        raise ValueError(f"--set {pair!r}: NAME=VALUE is needed")
+    *groups, last = name.split(".")
+    for group in groups:
+        changes = changes.setdefault(group, {})
+    changes[last] = yaml.safe_load(text)
+
+
+def config_of(values: dict[str, Any]) -> DistillConfig:
+    """Settings that travelled to a worker as plain values."""
+    return with_overrides(DistillConfig(), {k: v for k, v in values.items() if v != getattr(DistillConfig(), k)})
+
+
+def plain(args: argparse.Namespace) -> dict[str, Any]:
+    """Options as JSON values, for workers."""
+    out = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
+    return {**out, "settings": dataclasses.asdict(args.settings)}
+
+
+def load_base(model: str, gpu: bool) -> tuple[Any, Any]:
+    """The frozen duplex model and its language model (a stock Qwen3ForCausalLM), with rows for the side channel.
+
+    Raises ValueError if the folder holds neither form.
+    """
+    import torch
+
+    device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+    folder = None if model == EMBEDDED else Path(model)
+    if folder is None or _model_type(folder) == "a2t-embedded":
+        from a2t.models.tiny import load_tiny
+
+        if gpu:
+            raise ValueError("the embedded model trains on the CPU: leave --gpu out")
+        tiny = load_tiny(folder)
+        return tiny, tiny.modules.llm
+    from a2t.models.minicpmo import load_minicpmo
+
+    loaded = load_minicpmo(folder, device=device, side_channel=True)
+    return loaded, loaded.lm
+
+
+def _model_type(folder: Path) -> str:
+    config = folder / "config.json"
+    if not config.is_file():
+        raise ValueError(f"{folder} has no config.json: --model takes 'embedded' or a model's folder")
+    return str(json.loads(config.read_text()).get("model_type"))
+
+
+def fit(work: Callable[[dict[str, Any]], None], args: argparse.Namespace, name: str, storage: str) -> bool:
+    """Runs `work` on Ray Train workers: on the cluster that RAY_ADDRESS names, else on one of this machine alone.
+
+    Workers that die are started again, three times at most, and go on from what is on disk.  Returns whether it went
+    through; what stopped it is printed.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    alone = "RAY_ADDRESS" not in os.environ
+    if alone:
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # nobody else can reach a cluster of one process tree
+    import ray
+    from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
+
+    if not ray.is_initialized():
+        threads = {"OMP_NUM_THREADS": str(args.threads), "TOKENIZERS_PARALLELISM": "false"}
+        options: dict[str, Any] = {"runtime_env": {"env_vars": threads}}
+        if alone:
+            cpus = max(os.cpu_count() or 1, args.workers)
+            options |= {"address": "local", "num_cpus": cpus, "include_dashboard": False}
+        ray.init(**options)
+    trainer = TorchTrainer(
+        work,
+        train_loop_config=plain(args),
+        torch_config=TorchConfig(backend="nccl" if args.gpu else "gloo"),
+        scaling_config=ScalingConfig(num_workers=args.workers, use_gpu=args.gpu),
+        run_config=RunConfig(
+            name=name,
+            storage_path=storage if "://" in storage else str(Path(storage).resolve()),
+            failure_config=FailureConfig(max_failures=3),
+            checkpoint_config=CheckpointConfig(num_to_keep=2),
+        ),
+    )
+    try:
+        trainer.fit()
+    except WorkerGroupError as failure:
+        for rank, error in sorted(failure.worker_failures.items()):
+            print(f"{name}: worker {rank} failed: {_reason(error)}", file=sys.stderr)
+        return False
+    except TrainingFailedError as failure:
+        print(f"{name}: {failure}", file=sys.stderr)
+        return False
+    return True
+
+
+def _reason(error: BaseException) -> str:
+    """The worker's own error: a ValueError is told in its words, anything else with its traceback."""
+    cause = getattr(error, "_base_exc", None) or error.__cause__ or error
+    return str(cause) if isinstance(cause, ValueError) else "".join(traceback.format_exception(error))
