@@ -37,6 +37,13 @@ def clock(seconds: float) -> str:
     return f"{int(seconds) // 3600:d}:{int(seconds) // 60 % 60:02d}:{int(seconds) % 60:02d}"
 
 
+def size(count: int) -> str:
+    """Bytes as people read them."""
+    return (
+        f"{count / 1e3:.0f} kB" if count < 1e6 else f"{count / 1e6:.1f} MB" if count < 1e9 else f"{count / 1e9:.2f} GB"
+    )
+
+
 @dataclass
 class Line:
     """A run of one side's words. `unit` is the second in which it began."""
@@ -143,7 +150,7 @@ def summary_table(totals: Totals, budget: int | None, policy: str) -> Table:
         "residents at the peak", f"{s['peak_residents']:,}" + (f" of {budget:,}" if budget is not None else "")
     )
     table.add_row("positions evicted", f"{s['evicted']:,}")
-    table.add_row("KV cache, audio encoder's cache", f"{s['kv_bytes'] / 1e6:.1f} MB, {s['encoder_bytes'] / 1e6:.1f} MB")
+    table.add_row("KV cache, audio encoder's cache", f"{size(s['kv_bytes'])}, {size(s['encoder_bytes'])}")
     if s["unit_ms_mean"] is not None:
         times = f"{s['unit_ms_mean']:.0f} / {s['unit_ms_p99']:.0f} / {s['unit_ms_max']:.0f} ms"
         table.add_row("unit time, mean / p99 / max", times)

@@ -20,6 +20,7 @@ from a2t.duplex.conversation import CacheFull, Conversation, ConversationConfig,
 from a2t.duplex.decoding import DuplexConfig
 from a2t.duplex.engine import Engine, EngineConfig
 from a2t.duplex.unit_loop import UnitResult
+from a2t.kv.policies import make_policy
 from a2t.live import Dialogue, LiveView, Totals, grouped, line_text, summary_table
 from a2t.models.base import DuplexModel
 
@@ -39,6 +40,7 @@ def stream(args: argparse.Namespace) -> int:
         duplex=DuplexConfig(greedy=not args.sampled, seed=args.seed or 0),
         system_prompt=args.prompt,
     )
+    make_policy(config.policy, **config.policy_options)  # a wrong one is said before the model is loaded
     model = load_model(args.model, args.adapter)
     tail = int(args.tail or 0)
     engine = Engine(

@@ -84,13 +84,16 @@ def test_the_budget_reaches_the_engine(capsys: pytest.CaptureFixture[str], model
 
 
 def test_sampling_follows_its_seed(capsys: pytest.CaptureFixture[str], model: str, talk: str) -> None:
-    drawn = [run_json(capsys, talk, "--model", model, "--sampled", "--seed", seed)[0] for seed in ("1", "1", "2")]
+    drawn = [
+        run_json(capsys, talk, "--model", model, "--tail", "0", "--sampled", "--seed", seed)[0]
+        for seed in ("1", "1", "2")
+    ]
     assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_text_output(capsys: pytest.CaptureFixture[str], model: str, talk: str) -> None:
-    units, summary = run_json(capsys, talk, "--model", model)
-    assert main(["stream", talk, "--model", model, "--time-budget", "none"]) == 0
+    units, summary = run_json(capsys, talk, "--model", model, "--tail", "1")
+    assert main(["stream", talk, "--model", model, "--tail", "1", "--time-budget", "none"]) == 0
     out = capsys.readouterr().out
     lines = [line.split(maxsplit=2) for line in out.splitlines() if line.startswith("0:00:")]
     for side, key in (("hears", "heard"), ("says", "said")):
@@ -147,7 +150,7 @@ def test_arguments_that_are_none(capsys: pytest.CaptureFixture[str], talk: str, 
     with pytest.raises(SystemExit) as stopped:
         main(["stream", talk, *arguments])
     assert stopped.value.code == 2
-    assert "usage: a2t stream" in capsys.readouterr().err
+    assert "usage: a2t" in capsys.readouterr().err
 
 
 def test_what_came_before_an_error_is_shown(capsys: pytest.CaptureFixture[str], model: str, tmp_path: Path) -> None:
@@ -170,6 +173,22 @@ def test_a_cache_that_is_full(
     printed = capsys.readouterr()
     assert "summary" in printed.out
     assert "capacity of 130" in printed.err
+
+
+def test_an_interrupt_ends_with_the_summary(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, model: str, talk: str
+) -> None:
+    whole = a2t.stream.units
+
+    def interrupted(*arguments: Any) -> Any:
+        yield next(whole(*arguments))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(a2t.stream, "units", interrupted)
+    assert main(["stream", talk, "--model", model]) == 130
+    printed = capsys.readouterr()
+    assert "0:00:01" in printed.out
+    assert printed.err == "a2t stream: interrupted\n"
 
 
 def test_help_needs_no_torch() -> None:
