@@ -6,8 +6,8 @@ what stays says so in `Eviction.rotation`; MiniCPM-o's own two are in windows.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, Protocol
 
 from a2t.kv.eviction import NOTHING, Eviction
@@ -104,7 +104,7 @@ def _oldest_units(ledger: Ledger, tier: Tier, excess: int, retention_units: int)
     return drop, units
 
 
-POLICIES: dict[str, Callable[..., Policy]] = {
+POLICIES: dict[str, type[A2T | Unbounded | StreamingLLM | BasicWindow | ContextWindow]] = {
     A2T.name: A2T,
     Unbounded.name: Unbounded,
     StreamingLLM.name: StreamingLLM,
@@ -129,12 +129,12 @@ def make_policy(name: str, **options: Any) -> Policy:
     """The policy called `name`. ValueError naming the choices if there is none, or its options if one does not fit."""
     if name not in POLICIES:
         raise ValueError(f"there is no policy {name!r}; choose one of {_listed(POLICIES)}")
-    known: Mapping[str, Any] = getattr(POLICIES[name], "__dataclass_fields__", {})
+    known = [field.name for field in fields(POLICIES[name])]
     unknown = [option for option in options if option not in known]
     if unknown:
         raise ValueError(f"policy {name!r} has no option {_listed(unknown)}; it takes {_listed(known) or 'none'}")
     return POLICIES[name](**options)
 
 
-def _listed(names: Sequence[str] | Mapping[str, Any]) -> str:
+def _listed(names: Iterable[str]) -> str:
     return ", ".join(names)
