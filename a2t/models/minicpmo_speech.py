@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig, LlamaModel
 
 from a2t.models.checkpoint import Checkpoint
-from a2t.models.speech import SAMPLE_RATE
 
 PREFIX = "tts."
 UNUSED = frozenset({"model.embed_tokens.weight"})  # present in checkpoints; text has its own table here
@@ -180,7 +179,7 @@ def load_speech_tokens(
     for name, wanted in SUPPORTED.items():
         if values.get(name, wanted) != wanted:
             raise ValueError(f"tts_config's {name} is {values[name]!r}; only {wanted!r} is supported")
-    llama = LlamaConfig(**{name: values[name] for name in SIZES}, vocab_size=1)
+    llama = LlamaConfig(**{name: values[name] for name in SIZES}, vocab_size=1, bos_token_id=None, eos_token_id=None)
     with torch.device("meta"):
         modules = _Modules(values, llama)
     checkpoint.load_into(modules, PREFIX, dtype, device, unused=UNUSED)
@@ -190,78 +189,98 @@ def load_speech_tokens(
 
 
 class Token2Wav(Protocol):
-    """What is used of `stepaudio2.Token2wav`."""
+    """What is used of `stepaudio2.Token2wav`: one stream's state at a time, in two attributes."""
+
+    stream_cache: Any
+    hift_cache_dict: Any
 
     def set_stream_cache(self, prompt_wav: str) -> Any: ...
 
-    def stream(self, tokens: list[int], prompt_wav: str | None = None, last_chunk: bool = False) -> bytes: ...
+    def stream(self, generated_speech_tokens: list[int], prompt_wav: str | None, last_chunk: bool) -> bytes: ...
 
 
 def load_token2wav(folder: str | Path) -> Token2Wav:
-    """Token2Wav over the checkpoint's `assets/token2wav` files; needs CUDA and the optional package `minicpmo-utils`."""
+    """Token2Wav over a checkpoint's `assets/token2wav`; needs CUDA and the optional package `minicpmo-utils`.
+    ValueError saying how to get it where it is not installed."""
     try:
         from stepaudio2 import Token2wav
     except ImportError as error:
         raise ValueError(
-            "MiniCPM-o's voice needs the package minicpmo-utils with its extra tts, which is not installed "
-            f"({error}): pip install 'a2t[minicpmo-voice]', or run without speech"
+            f"MiniCPM-o's voice needs the package minicpmo-utils with its extra tts ({error}): "
+            "pip install 'minicpmo-utils[tts]', or go without sound"
         ) from error
     return Token2wav(str(folder))
 
 
 class MiniCPMOSpeech:
-    """SpeechDecoder of a2t.models.speech: text tokens to sound, with the voice in `prompt_wav`.
+    """SpeechDecoder of a2t.models.speech: text tokens to sound, in the voice of `prompt_wav`.
 
-    Token2Wav keeps one stream's state at a time in itself; it is put aside and taken up again when conversations
-    alternate.
+    Conversations share the vocoder; each keeps its own state of it and lends it for the time of a call.
     """
-
-    LOOKAHEAD = 3  # audio tokens that Token2Wav must see before it speaks the one before them
 
     def __init__(
         self, tokens: SpeechTokens, vocoder: Token2Wav, prompt_wav: str | Path, settings: SpeechSettings | None = None
     ):
-        self.tokens, self.vocoder, self.prompt_wav = tokens, vocoder, str(prompt_wav)
-        self.settings = settings
+        self.tokens, self.vocoder, self.prompt_wav, self.settings = tokens, vocoder, str(prompt_wav), settings
+        vocoder.set_stream_cache(self.prompt_wav)
+        self._fresh = _cloned((vocoder.stream_cache, vocoder.hift_cache_dict))
 
     def open(self) -> MiniCPMOSpeechStream:
         return MiniCPMOSpeechStream(self)
 
+    def fresh(self) -> Any:
+        """The vocoder's state at the beginning of a turn."""
+        return _cloned(self._fresh)
+
 
 class MiniCPMOSpeechStream:
-    """SpeechStream of a2t.models.speech."""
+    """SpeechStream of a2t.models.speech.
 
-    STATE = ("stream_cache", "hift_cache_dict", "_stream_prompt")
+    The vocoder takes 25 tokens (a second) with the 3 after them; a turn begins with 3 of silence, so that its first
+    second can be spoken when 25 tokens are there.
+    """
+
+    CHUNK, LOOKAHEAD, SILENCE = 25, 3, 4218
 
     def __init__(self, voice: MiniCPMOSpeech):
         self.voice = voice
         self.tokens = SpeechTokenStream(voice.tokens, voice.settings)
-        self._held: list[int] = []
-        self._state: dict[str, Any] | None = None
+        self._begin_turn()
+
+    def _begin_turn(self) -> None:
+        self._held = [self.SILENCE] * self.LOOKAHEAD
+        self._state = self.voice.fresh()
 
     def say(self, ids: Sequence[int], hidden_ND: Tensor | None, text: str, end_of_turn: bool) -> np.ndarray:
         drawn, _ = self.tokens.chunk(ids, hidden_ND, end_of_turn)
         self._held += drawn
-        look = 0 if end_of_turn else self.voice.LOOKAHEAD
-        if len(self._held) <= look:
-            return np.zeros(0, np.float32)
-        self._enter()
-        pcm = self.voice.vocoder.stream(self._held, self.voice.prompt_wav, last_chunk=end_of_turn)
-        self._held = self._held[-look:] if look else []
-        self._state = None if end_of_turn else {n: getattr(self.voice.vocoder, n, None) for n in self.STATE}
-        return np.frombuffer(pcm, "<i2").astype(np.float32) / 32768
+        pcm: list[np.ndarray] = []
+        while len(self._held) >= self.CHUNK + self.LOOKAHEAD:
+            pcm.append(self._speak(self._held[: self.CHUNK + self.LOOKAHEAD], last=False))
+            self._held = self._held[self.CHUNK :]
+        if end_of_turn:
+            pcm.append(self._speak(self._held, last=True))
+            self._begin_turn()
+        return np.concatenate(pcm) if pcm else np.zeros(0, np.float32)
 
     def stop(self) -> None:
         self.tokens.reset()
-        self._held, self._state = [], None
+        self._begin_turn()
 
-    def _enter(self) -> None:
-        """This stream's vocoder state becomes the vocoder's."""
-        if self._state is None:
-            self.voice.vocoder.set_stream_cache(self.voice.prompt_wav)
-        else:
-            for name, value in self._state.items():
-                setattr(self.voice.vocoder, name, value)
+    def _speak(self, tokens: list[int], last: bool) -> np.ndarray:
+        vocoder = self.voice.vocoder
+        vocoder.stream_cache, vocoder.hift_cache_dict = self._state
+        pcm = vocoder.stream(tokens, self.voice.prompt_wav, last_chunk=last)
+        self._state = vocoder.stream_cache, vocoder.hift_cache_dict
+        return np.frombuffer(pcm, "<i2").astype(np.float32) / 32768
 
 
-assert SAMPLE_RATE == 24_000, "Token2Wav speaks at 24 kHz"
+def _cloned(state: Any) -> Any:
+    """A copy of nested dicts, lists and tuples of tensors."""
+    if isinstance(state, Tensor):
+        return state.clone()
+    if isinstance(state, dict):
+        return {key: _cloned(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return type(state)(_cloned(value) for value in state)
+    return state
