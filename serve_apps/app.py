@@ -1,12 +1,12 @@
 """The Serve application.
 
-    serve run serve_apps.app:app                              the embedded default
-    serve run serve_apps.app:app rows=8 threads=2             settings of `AppArgs`
-    serve deploy serve_apps/app.yaml                          on a running cluster
+serve run serve_apps.app:app                              the embedded default
+serve run serve_apps.app:app rows=8 threads=2             settings of `AppArgs`
+serve deploy serve_apps/app.yaml                          on a running cluster
 
-    client --websocket--> gateway --> session actor (one a conversation) --> engine host (one a GPU)
-                             |
-                         placement (the waiting line)
+client --websocket--> gateway --> session actor (one a conversation) --> engine host (one a GPU)
+                         |
+                     placement (the waiting line)
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from serve_apps.access import Access
 from serve_apps.engine_host import EngineHost, HostConfig
 from serve_apps.gateway import Gateway, GatewayConfig
 from serve_apps.messages import EngineLoad, Ticket, View
-from serve_apps.placement import Fleet, Placement
+from serve_apps.placement import BUSY_SHARE, Fleet, Placement
 
 log = logging.getLogger("ray.serve")
 ENGINE = "engine/"
@@ -44,6 +44,7 @@ class AppArgs(BaseModel):
     rows: int = 4
     capacity: int = 16_384
     threads: int = 1
+    busy_share: float = BUSY_SHARE  # of each second, that an engine's conversations may take
     num_cpus: float = 0
     num_gpus: float = 0
     namespace: str = "a2t"
@@ -86,9 +87,9 @@ class EngineDeployment:
 class PlacementDeployment:
     """`Placement` over Ray: engines are found by name among the actors of this application's namespace."""
 
-    def __init__(self, engines: Any, namespace: str):
+    def __init__(self, engines: Any, namespace: str, busy_share: float):
         self._namespace = namespace
-        self._placement = Placement(Fleet(self.loads, self._reserve, self._cancel))
+        self._placement = Placement(Fleet(self.loads, self._reserve, self._cancel), busy_share)
         self._ticking: asyncio.Task[None] | None = None
 
     async def enter(self, session: str) -> Ticket:
@@ -155,6 +156,6 @@ class PlacementDeployment:
 def app(args: AppArgs) -> Application:
     """The builder that `serve run serve_apps.app:app` calls."""
     engines = EngineDeployment.options(num_replicas=args.engines).bind(args)
-    placement = PlacementDeployment.bind(engines, args.namespace)
+    placement = PlacementDeployment.bind(engines, args.namespace, args.busy_share)
     config = GatewayConfig(models=(args.name,), namespace=args.namespace, access=Access.from_env())
     return Gateway.bind(placement, config)

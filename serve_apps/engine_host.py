@@ -12,7 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -32,6 +32,7 @@ from serve_apps.step_loop import StepLoop
 
 log = logging.getLogger("ray.serve")
 T = TypeVar("T")
+ENGINE_FAILED = Failure("engine_failed", "the engine of this conversation failed; what it heard is in the transcript")
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def load_model(spec: str, options: dict[str, Any]) -> DuplexModel:
     """Raises ValueError if `spec` is not `module:function`."""
     module, _, function = spec.partition(":")
     if not function:
-        raise ValueError(f"model {spec!r} is not module:function; the embedded default is serve_apps.engine_host:embedded")
+        raise ValueError(f"model {spec!r} is not module:function, as serve_apps.engine_host:embedded is")
     return getattr(importlib.import_module(module), function)(**options)
 
 
@@ -95,10 +96,9 @@ class EngineHost:
         self._name, self._node, self._config = name, node, config
         self._model = load_model(config.model, config.model_options)
         self._speech = espeak_speech()
-        self._special = {i: text for text in TOKEN_TEXT.values() if (i := self._model.tokenizer.token_id(text)) is not None}
+        self._special = {self._model.tokenizer.token_id(text): text for text in TOKEN_TEXT.values()}
         self._voice = ThreadPoolExecutor(1, "voice")
         self._guests: dict[str, Guest] = {}
-        self._closing: set[asyncio.Future[None]] = set()
         self._dead: BaseException | None = None
         self._asyncio: asyncio.AbstractEventLoop  # set by the first call: an actor is made outside its event loop
         engine = Engine(self._model, rows=config.rows + 1, capacity=config.capacity)
@@ -128,14 +128,20 @@ class EngineHost:
 
     # -- what a session actor asks -------------------------------------------------------------------------------
 
-    async def open(self, session: str, options: SessionOptions) -> dict[str, Any]:
-        """Opens the conversation; returns the settings in force. ValueError if no row was promised, or for bad ones."""
+    async def open(self, session: str, options: SessionOptions) -> dict[str, Any] | Failure:
+        """Opens the conversation; returns the settings in force, or why it cannot be opened."""
         guest = self._guests.get(session)
         if guest is None:
-            raise ValueError(f"session {session} has no row here: the promise lapsed after {self._config.promise_s:.0f} s")
+            message = f"no row is kept for this session: promises lapse after {self._config.promise_s:.0f} s"
+            return Failure("no_row", message)
+        if self._dead is not None:
+            return ENGINE_FAILED
         self._asyncio = asyncio.get_running_loop()
-        config = self._conversation_config(options)
-        conversation = await self._do(lambda engine: engine.open(config, id=session))
+        try:
+            config = self._conversation_config(options)
+            conversation = await self._do(lambda engine: engine.open(config, id=session))
+        except ValueError as error:
+            return Failure("invalid_config", str(error))
         guest.conversation = conversation
         guest.voice = self._speech.open() if options.speech else None
         return {
@@ -152,7 +158,7 @@ class EngineHost:
         """The session's `number`-th input, from 1; one seen before changes nothing."""
         guest = self._guests.get(session)
         if guest is None or guest.conversation is None or guest.end is not None or number <= guest.pushes:
-            return
+            return  # over, or known already; `poll` tells the end
         guest.pushes = number
         guest.force_listen |= force_listen
         if not len(pcm_S):
@@ -163,6 +169,9 @@ class EngineHost:
             await self._do(lambda engine: engine.push(conversation, pcm_S, force))
         except CacheFull as error:
             self._end(guest, Failure("cache_full", str(error)))
+        except ValueError:
+            if guest.end is None:  # closed meanwhile otherwise
+                raise
 
     async def poll(self, session: str, after: int, timeout: float) -> Batch:
         """Reports after unit `after`, waiting up to `timeout` seconds for the first."""
@@ -181,19 +190,13 @@ class EngineHost:
 
     async def close(self, session: str) -> None:
         """Gives the row back, promised or used. Closing twice is no error."""
-        guest = self._guests.pop(session, None)
-        if guest is None:
-            return
-        guest.end = guest.end or SessionEnd("closed")
-        guest.news.set()
-        conversation = guest.conversation
-        if conversation is not None and self._dead is None:
-            await self._do(lambda engine: engine.close(conversation))
+        closed = self._release(session)
+        if closed is not None:
+            await asyncio.wrap_future(closed)
 
     # -- inside --------------------------------------------------------------------------------------------------
 
     async def _do(self, action: Callable[[Engine], T]) -> T:
-        await self.health()
         return await asyncio.wrap_future(self._loop.do(action))
 
     def _conversation_config(self, options: SessionOptions) -> ConversationConfig:
@@ -282,9 +285,19 @@ class EngineHost:
     def _engine_died(self, error: BaseException) -> None:
         self._dead = error
         log.error("the step loop of %s died", self._name, exc_info=error)
-        message = "the engine of this conversation failed; what it heard is in the transcript"
         for guest in list(self._guests.values()):
-            self._asyncio.call_soon_threadsafe(self._end, guest, Failure("engine_failed", message))
+            self._asyncio.call_soon_threadsafe(self._end, guest, ENGINE_FAILED)
+
+    def _release(self, session: str) -> Future[None] | None:
+        guest = self._guests.pop(session, None)
+        if guest is None:
+            return None
+        guest.end = guest.end or SessionEnd("closed")
+        guest.news.set()
+        conversation = guest.conversation
+        if conversation is None or self._dead is not None:
+            return None
+        return self._loop.do(lambda engine: engine.close(conversation))
 
     def _sweep(self) -> None:
         """Frees rows that were promised and never used, or whose session nobody polls any more."""
@@ -294,6 +307,4 @@ class EngineHost:
             orphan = guest.conversation is not None and now - guest.last_poll > self._config.reader_grace_s
             if unused or orphan:
                 log.warning("session %s: its row on %s is freed, nobody uses it", session, self._name)
-                task = asyncio.ensure_future(self.close(session))
-                self._closing.add(task)
-                task.add_done_callback(self._closing.discard)
+                self._release(session)

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from fastapi import FastAPI, Request, WebSocket
+from fastapi import FastAPI, Request, WebSocket, WebSocketDisconnect
 from fastapi.responses import JSONResponse
 from ray import serve
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from serve_apps.access import Access
-from serve_apps.messages import Batch, Failure, SessionOptions, Ticket, View
+from serve_apps.messages import Batch, Failure, SessionEnd, SessionOptions, Ticket, View
 from serve_apps.realtime import (
     SUBPROTOCOL,
     AudioAppend,
@@ -35,6 +35,7 @@ from serve_apps.realtime import (
 from serve_apps.session_actor import Limits, SessionActor, actor_name
 
 log = logging.getLogger("ray.serve")
+Session = ray.remote(SessionActor)
 POLICY_VIOLATION, INTERNAL_ERROR, NORMAL = 1008, 1011, 1000
 
 
@@ -42,8 +43,8 @@ POLICY_VIOLATION, INTERNAL_ERROR, NORMAL = 1008, 1011, 1000
 class GatewayConfig:
     models: tuple[str, ...]
     namespace: str  # of the engines' and sessions' actors
-    access: Access = Access()
-    limits: Limits = Limits()
+    access: Access = field(default_factory=Access)
+    limits: Limits = field(default_factory=Limits)
     init_timeout_s: float = 30.0
     idle_timeout_s: float = 1800.0  # a pause sends nothing, so this is the longest pause
     inbox: int = 64  # frames parsed ahead of the session actor
@@ -63,6 +64,7 @@ class Call:
     placement: Any
     config: GatewayConfig
     session: Any = None
+    _end: SessionEnd = field(default_factory=lambda: SessionEnd("client_gone"))  # unless more is known
     _inbox: asyncio.Queue[ClientEvent | WireError | Hangup] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -79,19 +81,31 @@ class Call:
             pass
         except WireError as error:
             code = POLICY_VIOLATION
-            await self._send(self.dialect.error(error))
+            await self._fail(Failure(error.code, error.message))
         except RayActorError:
             code = INTERNAL_ERROR
-            await self._send(self.dialect.error(Failure("session_lost", "this conversation's process is gone; call again")))
+            await self._fail(Failure("session_lost", "the process of this conversation is gone; call again"))
+        except Exception:
+            log.exception("session %s failed", self.id)
+            code = INTERNAL_ERROR
+            await self._fail(Failure("internal_error", "this conversation failed; the server's log says why"))
         finally:
             reader.cancel()
             # a task of its own: this one may be cancelled at any await once the client is gone
             await asyncio.shield(asyncio.create_task(self._hang_up(code)))
 
+    async def _fail(self, failure: Failure) -> None:
+        self._end = SessionEnd(failure.code, failure)
+        with suppress(Hangup):
+            await self._send(self.dialect.error(failure))
+
     async def _read(self) -> None:
         """Parses frames into the inbox, which is bounded."""
         while True:
-            message = await self.ws.receive()
+            try:
+                message = await self.ws.receive()
+            except (RuntimeError, WebSocketDisconnect):
+                message = {"type": "websocket.disconnect"}
             if message["type"] == "websocket.disconnect":
                 await self._inbox.put(Hangup())
                 return
@@ -112,7 +126,7 @@ class Call:
     async def _send(self, event: Event) -> None:
         try:
             await self.ws.send_text(encode(event))
-        except RuntimeError as error:  # starlette's word for a closed socket
+        except (RuntimeError, WebSocketDisconnect) as error:  # starlette's words for a closed socket
             raise Hangup from error
 
     async def _admitted(self) -> Ticket:
@@ -151,12 +165,9 @@ class Call:
         if not isinstance(options, SessionOptions):
             raise WireError("session_not_initialized", "send session.init before any input")
         self.session = await asyncio.to_thread(self._start_actor, ticket)
-        try:
-            settings = await self.session.start.remote(options)
-        except RayTaskError as error:
-            if isinstance(error.cause, ValueError):
-                raise WireError("invalid_config", str(error.cause)) from error
-            raise
+        settings: Event | Failure = await self.session.start.remote(options)
+        if isinstance(settings, Failure):
+            raise WireError(settings.code, settings.message)
         await self._send(self.dialect.created(settings))
 
     def _start_actor(self, ticket: Ticket) -> Any:
@@ -165,17 +176,13 @@ class Call:
         options: dict[str, Any] = {}
         if ticket.node:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(ticket.node, soft=True)
-        return (
-            ray.remote(SessionActor)
-            .options(
-                name=actor_name(self.id),
-                namespace=self.config.namespace,
-                lifetime="detached",
-                num_cpus=0,
-                **options,
-            )
-            .remote(self.id, engine, ticket.engine, self.config.limits)
-        )
+        return Session.options(
+            name=actor_name(self.id),
+            namespace=self.config.namespace,
+            lifetime="detached",
+            num_cpus=0,
+            **options,
+        ).remote(self.id, engine, ticket.engine, self.config.limits)
 
     async def _converse(self) -> int:
         """Carries both directions until the session ends; the close code to use."""
@@ -201,7 +208,7 @@ class Call:
                 await self.session.finish.remote(event.reason)
                 return
             if isinstance(event, SessionOptions):
-                raise WireError("already_initialized", "session.init comes once; open another session for other settings")
+                raise WireError("already_initialized", "session.init comes once; for other settings open a session")
             assert isinstance(event, AudioAppend)
             number += 1
             await self.session.append.remote(number, event.pcm_S, event.force_listen)
@@ -222,10 +229,11 @@ class Call:
         record: View | None = None
         if self.session is not None:
             with suppress(RayActorError):
-                record = await self.session.finish.remote("client_gone")
-            ray.kill(self.session)
+                record = await self.session.finish.remote(self._end.reason, self._end.failure)
         await self.placement.leave.remote(self.id, record)
-        with suppress(RuntimeError):
+        if self.session is not None:
+            ray.kill(self.session)
+        with suppress(RuntimeError, WebSocketDisconnect):
             await self.ws.close(code)
 
 
@@ -287,6 +295,8 @@ class Gateway:
         if refusal := self._refusal(request):
             return refusal
         view = await self._view(session_id, await self.placement.directory.remote())
+        if view is not None and "units" not in view:  # it may just have closed
+            view = await self._view(session_id, await self.placement.directory.remote())
         if view is None:
             return _problem(404, "session_not_found", f"no session {session_id[:64]!r} is known here")
         return JSONResponse(view)
@@ -294,9 +304,7 @@ class Gateway:
     async def _view(self, session_id: str, directory: dict[str, Any]) -> View | None:
         if session_id in directory["placed"]:
             try:
-                actor = await asyncio.to_thread(
-                    ray.get_actor, actor_name(session_id), namespace=self.config.namespace
-                )
+                actor = await asyncio.to_thread(ray.get_actor, actor_name(session_id), namespace=self.config.namespace)
                 return await asyncio.wait_for(actor.view.remote(), 5.0)
             except (ValueError, RayActorError, TimeoutError):  # not started yet, gone, or stuck
                 return {"id": session_id, "state": "live", "engine": directory["placed"][session_id]}

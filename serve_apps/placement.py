@@ -60,8 +60,14 @@ class Fleet:
 class Placement:
     """The waiting line (first come, first served), the leases, and records of closed sessions."""
 
-    def __init__(self, fleet: Fleet, clock: Callable[[], float] = time.monotonic, give_up_s: float = 30.0):
-        self._fleet, self._clock, self._give_up_s = fleet, clock, give_up_s
+    def __init__(
+        self,
+        fleet: Fleet,
+        busy_share: float = BUSY_SHARE,
+        clock: Callable[[], float] = time.monotonic,
+        give_up_s: float = 30.0,
+    ):
+        self._fleet, self._busy_share, self._clock, self._give_up_s = fleet, busy_share, clock, give_up_s
         self._line: OrderedDict[str, Waiting] = OrderedDict()
         self._leases: dict[str, Lease] = {}
         self._records: OrderedDict[str, View] = OrderedDict()
@@ -114,7 +120,7 @@ class Placement:
             while self._line:
                 loads = await self._fleet.loads()
                 self._rows = max(1, sum(e.rows for e in loads))
-                engine = choose(loads)
+                engine = choose(loads, self._busy_share)
                 if engine is None or not self._line:
                     break
                 session = next(iter(self._line))
@@ -148,8 +154,9 @@ class Placement:
     def directory(self) -> dict[str, Any]:
         """Waiting and placed sessions in order, and the records of closed ones, newest last."""
         now = self._clock()
+        line = [{"id": s, "state": "queued", "waiting_s": round(now - w.since, 3)} for s, w in self._line.items()]
         return {
-            "queued": [{"id": s, "state": "queued", "waiting_s": round(now - w.since, 3)} for s, w in self._line.items()],
+            "queued": line,
             "placed": {s: lease.engine for s, lease in self._leases.items()},
             "records": list(self._records.values()),
         }

@@ -60,7 +60,7 @@ ClientEvent = SessionOptions | AudioAppend | SessionClose
 def parse_client_event(frame: str | bytes) -> ClientEvent:
     """One text frame from the client. Raises WireError for everything that is not a well-formed event."""
     if len(frame) > MAX_FRAME_CHARS:
-        raise WireError("frame_too_large", f"{len(frame)} characters in a frame; send at most {MAX_APPEND_S:.0f} s each")
+        raise WireError("frame_too_large", f"{len(frame)} characters; send at most {MAX_APPEND_S:.0f} s in a frame")
     try:
         event = json.loads(frame if isinstance(frame, str) else frame.decode())
     except (ValueError, RecursionError):
@@ -97,8 +97,8 @@ def _parse_append(event: Event) -> AudioAppend:
     if len(raw) % 4:
         raise WireError("invalid_audio", f"{len(raw)} bytes is no whole number of 32-bit float samples")
     pcm_S = np.frombuffer(raw, dtype="<f4").astype(np.float32, copy=False)
-    if len(pcm_S) > MAX_APPEND_S * SAMPLE_RATE_IN:
-        raise WireError("frame_too_large", f"{len(pcm_S) / SAMPLE_RATE_IN:.0f} s in a frame; the limit is {MAX_APPEND_S:.0f} s")
+    if (seconds := len(pcm_S) / SAMPLE_RATE_IN) > MAX_APPEND_S:
+        raise WireError("frame_too_large", f"{seconds:.0f} s of audio; send at most {MAX_APPEND_S:.0f} s in a frame")
     if len(pcm_S) and not (np.abs(pcm_S) <= LOUDEST).all():  # also false for NaN
         raise WireError("invalid_audio", "samples must be finite floats in [-1, 1]: 16 kHz mono float32 PCM")
     return AudioAppend(pcm_S, force)

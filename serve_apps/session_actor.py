@@ -38,9 +38,9 @@ class Limits:
 class SessionActor:
     """`engine` is the handle of an EngineHost that has promised this session a row."""
 
-    def __init__(self, session_id: str, engine: Any, engine_name: str, limits: Limits = Limits()):
-        self.id, self._engine, self._engine_name, self._limits = session_id, engine, engine_name, limits
-        self._options = SessionOptions()
+    def __init__(self, session_id: str, engine: Any, engine_name: str, limits: Limits | None = None):
+        self.id, self._engine, self._engine_name = session_id, engine, engine_name
+        self._limits = limits or Limits()
         self._config: dict[str, Any] = {}
         self._opened_at = time.time()
         self._last_input = self._last_read = time.monotonic()
@@ -55,10 +55,12 @@ class SessionActor:
         self._end: SessionEnd | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def start(self, options: SessionOptions) -> dict[str, Any]:
-        """Opens the conversation on its engine; returns the settings in force. Raises what the engine says."""
-        self._options = options
-        self._config = await self._engine.open.remote(self.id, options)
+    async def start(self, options: SessionOptions) -> dict[str, Any] | Failure:
+        """Opens the conversation on its engine; returns the settings in force, or why it cannot be opened."""
+        settings: dict[str, Any] | Failure = await self._engine.open.remote(self.id, options)
+        if isinstance(settings, Failure):
+            return settings
+        self._config = settings
         self._tasks = [asyncio.create_task(self._collect()), asyncio.create_task(self._watch())]
         return self._config
 
@@ -143,14 +145,19 @@ class SessionActor:
         ray.actor.exit_actor()
 
     async def _collect(self) -> None:
-        """Fetches reports from the engine; asking for what follows unit N tells it that N has arrived."""
+        try:
+            await self._fetch_reports()
+        except RayActorError:
+            await self._engine_lost()
+        except Exception:
+            log.exception("session %s failed", self.id)
+            await self.finish("internal_error", Failure("internal_error", "this conversation failed on the server"))
+
+    async def _fetch_reports(self) -> None:
+        """Asking for what follows unit N tells the engine that N has arrived."""
         after = -1
         while self._end is None:
-            try:
-                batch: Batch = await self._engine.poll.remote(self.id, after, self._limits.poll_s)
-            except RayActorError:
-                await self._engine_lost()
-                return
+            batch: Batch = await self._engine.poll.remote(self.id, after, self._limits.poll_s)
             for report in batch.reports:
                 after = report.unit
                 self._take(report)

@@ -26,14 +26,18 @@ def test_any_of_the_keys_opens(given: str) -> None:
     KEYED.check("10.0.0.7", {"authorization": given})
 
 
-@pytest.mark.parametrize("given", [None, "", "first-key", "Basic first-key", "Bearer first", "Bearer first-keyy", "Bearer "])
+@pytest.mark.parametrize(
+    "given", [None, "", "first-key", "Basic first-key", "Bearer first", "Bearer first-keyy", "Bearer "]
+)
 def test_nothing_else_does_not_even_locally(given: str | None) -> None:
     with pytest.raises(WireError) as caught:
         KEYED.check("127.0.0.1", {} if given is None else {"authorization": given})
     assert caught.value.code == "invalid_api_key"
 
 
-@pytest.mark.parametrize("origin", ["https://evil.example", "http://app.example", "null", "https://localhost.evil.example"])
+@pytest.mark.parametrize(
+    "origin", ["https://evil.example", "http://app.example", "null", "https://localhost.evil.example"]
+)
 def test_pages_from_elsewhere_may_not(origin: str) -> None:
     with pytest.raises(WireError) as caught:
         KEYED.check("127.0.0.1", {"origin": origin, "authorization": "Bearer first-key"})

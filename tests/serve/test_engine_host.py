@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError
 from a2t.duplex.conversation import ConversationConfig
 from a2t.duplex.engine import Engine, EngineConfig
 from serve_apps.engine_host import EngineHost, HostConfig, load_model
-from serve_apps.messages import SessionOptions, UnitReport
+from serve_apps.messages import Failure, SessionOptions, UnitReport
 from serve_apps.session_actor import Limits, SessionActor
 from tests.serve.local import Handle, small_model
 
@@ -26,9 +26,9 @@ async def host() -> AsyncIterator[EngineHost]:
     host.stop()
 
 
-async def opened(host: EngineHost, name: str, options: SessionOptions = SessionOptions()) -> None:
+async def opened(host: EngineHost, name: str, options: SessionOptions | None = None) -> None:
     assert await host.reserve(name)
-    await host.open(name, options)
+    assert isinstance(await host.open(name, options or SessionOptions()), dict)
 
 
 async def fetch(host: EngineHost, name: str, units: int) -> list[UnitReport]:
@@ -85,6 +85,7 @@ async def test_speech_comes_with_the_words(host: EngineHost) -> None:
 async def test_settings_reach_the_conversation(host: EngineHost, second: np.ndarray) -> None:
     assert await host.reserve("a")
     given = await host.open("a", SessionOptions(system_prompt="w1 w2 w3", budget=40, temperature=0.7, max_tokens=3))
+    assert isinstance(given, dict)
     assert (given["max_kv_tokens"], given["prefix_tokens"], given["temperature"]) == (40, 3, 0.7)
     await host.push("a", 1, np.tile(second, 15), False)
     reports = await fetch(host, "a", 15)
@@ -99,8 +100,12 @@ async def test_rows_are_promised_used_and_given_back(host: EngineHost) -> None:
     await opened(host, "b")
     assert not await host.reserve("c")
     assert (await host.load()).rows_free == 0
-    with pytest.raises(ValueError, match="has no row here"):
-        await host.open("c", SessionOptions())
+    refused = await host.open("c", SessionOptions())
+    assert isinstance(refused, Failure)
+    assert refused.code == "no_row"
+    unknown = await host.open("a", SessionOptions(system_prompt="no such words"))
+    assert isinstance(unknown, Failure)
+    assert unknown.code == "invalid_config"
     await host.close("b")
     await host.close("b")
     await opened(host, "c")
@@ -194,7 +199,7 @@ async def test_a_reader_that_asks_again_gets_the_same(host: EngineHost, second: 
     await session.append(1, np.tile(second, 3), False)
     async with asyncio.timeout(20):
         while len((await session.events(-1, 1.0)).reports) < 3:
-            pass
+            await asyncio.sleep(0.02)
     again = await session.events(0, 1.0)
     assert [r.unit for r in again.reports] == [1, 2]
     await session.finish("done")

