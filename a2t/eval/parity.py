@@ -49,7 +49,8 @@ class Quantity:
             off = float((found - expected).abs().max()) if same and expected.numel() else 0.0 if same else float("inf")
         else:
             off = 0.0 if found == expected else 1.0
-        if not off <= self.largest:
+        off = float("inf") if off != off else off  # NaN agrees with nothing
+        if off > self.largest:
             self.largest, self.where = off, where
 
     @property

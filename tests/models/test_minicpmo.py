@@ -35,12 +35,12 @@ def test_parity_with_the_official_code(name: str) -> None:
 
 
 def altered(folder: Path, change: dict[str, object]) -> Path:
-    """The golden folder with the first unit's recorded facts changed."""
+    """The golden folder's first three units with the second unit's recorded facts changed."""
     folder.mkdir()
     for file in DUPLEX.iterdir():
         (folder / file.name).symlink_to(file.resolve())
     told = json.loads((DUPLEX / "expected.json").read_text())
-    told["units"] = told["units"][:2]
+    told["units"] = told["units"][:3]
     told["units"][1] |= change
     (folder / "expected.json").unlink()
     (folder / "expected.json").write_text(json.dumps(told))
@@ -70,13 +70,18 @@ def samples(units: int) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def writing() -> MiniCPMO:
-    """The recorded checkpoint with a side channel that is made to open: its row follows from the hidden states."""
+    """The recorded checkpoint with a side channel, whose opening row is made to win after the first unit's decision."""
     model = load_minicpmo(DUPLEX, side_channel=True)
     start, end = model.tokens.asr_start, model.tokens.asr_end
     assert (start, end) == (281, 282) and model.shape.vocab == 283  # there was no spare row
-    assert model.tokenizer.decode([start, 72, 105, end]) == "iÌ" or model.tokenizer.decode([start]) == ""
+    assert model.tokenizer.decode([start, 72, end]) == model.tokenizer.decode([72])
+    heard: list[torch.Tensor] = []
+    engine = Engine(model, 1, 512, observer=lambda _c, _f, _p, h_TD: heard.append(h_TD[-1].clone()))
+    engine.push(engine.open(config()), samples(1))
+    engine.run()
+    after_decision = heard[2]  # after the prompt, and the unit's audio
     with torch.no_grad():
-        model.lm.lm_head.weight[start] = 3 * model.lm.lm_head.weight[model.tokens.unit_end]
+        model.lm.lm_head.weight[start] = 20 * after_decision / after_decision.square().sum()
     return model
 
 
@@ -86,7 +91,7 @@ def test_one_loop_engine_and_policy_run_it_with_the_side_channel(writing: MiniCP
     engine.push(conversation, samples(16))
     finished = engine.run()
     assert len(finished) == 16
-    assert any(result.segment_opened for _, result, _ in finished)
+    assert finished[0][1].segment_opened
     peak = max(stats.total_residents for _, _, stats in finished)
     text = conversation.ledger.counts()
     kept = text[Kind.PREFIX] + text[Kind.TRANSCRIPT] + text[Kind.RESPONSE]
