@@ -1,4 +1,4 @@
-"""The command line: `a2t stream FILE`.
+"""The command line: `a2t stream FILE`, `a2t doctor PATH`.
 
 A user's mistake ends in one line on standard error and exit code 2, never in a traceback.
 """
@@ -35,6 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="a2t", description="Full-duplex speech that remembers in text.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_stream(commands)
+    _add_doctor(commands)
     return parser
 
 
@@ -47,9 +48,14 @@ def _add_stream(commands: Any) -> None:
     )
     p.add_argument("file", type=Path, metavar="FILE", help="the audio file")
     p.add_argument("--budget", type=_positions, default=4000, metavar="N", help="most residents, or none (4000)")
-    p.add_argument("--policy", default="a2t", metavar="P", help="what is evicted: a2t, unbounded, streaming_llm (a2t)")
+    p.add_argument(
+        "--policy",
+        default="a2t",
+        metavar="P",
+        help="what is evicted: a2t, unbounded, streaming_llm, basic, context (a2t)",
+    )
     p.add_argument("--policy-option", action="append", default=[], metavar="NAME=VALUE", help="as text_tier=fold")
-    p.add_argument("--model", type=Path, metavar="PATH", help="model folder (the embedded model)")
+    p.add_argument("--model", metavar="PATH", help="model folder, or the hub's name of one (the embedded model)")
     p.add_argument("--adapter", metavar="PATH", help="adapter folder, or none (the model's own)")
     p.add_argument("--prompt", metavar="TEXT", help="system prompt (the model's own)")
     p.add_argument("--sampled", action="store_true", help="sample the answers instead of taking the likeliest token")
@@ -60,6 +66,27 @@ def _add_stream(commands: Any) -> None:
                    "answer can be finished (10)")  # fmt: skip
     p.add_argument("--json", action="store_true", help="one JSON object a unit on standard output, then the summary")
     p.set_defaults(run=_stream)
+
+
+def _add_doctor(commands: Any) -> None:
+    p = commands.add_parser(
+        "doctor",
+        help="look into a model folder",
+        description="Says what is in a checkpoint, what is missing (exit code 1) and what it will need in memory. "
+        "Loads no weights.",
+    )
+    p.add_argument("path", metavar="PATH", help="a checkpoint's folder, or the hub's name of one")
+    p.add_argument("--conversations", type=int, default=1, metavar="N", help="held at once (1)")
+    p.add_argument("--budget", type=int, default=4000, metavar="B", help="most residents of each (4000)")
+    p.add_argument("--dtype", choices=["bf16", "fp16", "fp32"], help="as it would be loaded (its own)")
+    p.add_argument("--json", action="store_true", help="one JSON object")
+    p.set_defaults(run=_doctor)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from a2t.doctor import run
+
+    return run(args)
 
 
 def _stream(args: argparse.Namespace) -> int:

@@ -198,8 +198,8 @@ class LiveView:
         return bar
 
     def _legend(self) -> Text:
-        text = Text(f"{sum(self.groups.values()):,}", "bold")
-        text.append(" residents" + (f" of {self.budget:,}" if self.budget is not None else ", no budget"))
+        text = Text.assemble((f"{sum(self.groups.values()):,}", "bold"), " residents")
+        text.append(f" of {self.budget:,}" if self.budget is not None else ", no budget")
         for name, count in self.groups.items():
             text.append("  █ ", SHOWN[name][1])
             text.append(f"{name} {count:,}")

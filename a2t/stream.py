@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
+import torch
 from rich.console import Console
 from rich.live import Live
 from safetensors import SafetensorError
@@ -33,15 +35,18 @@ def stream(args: argparse.Namespace) -> int:
     if args.seed is not None and not args.sampled:
         raise ValueError("--seed is for sampling: add --sampled, or leave it out")
     info = audio_info(args.file)
+    options = parse_options(args.policy_option)
+    make_policy(args.policy, **options)  # a wrong one is said before the model is loaded
+    model = load_model(args.model, args.adapter)
+    if args.policy == "context" and hasattr(model, "context_window"):
+        options = model.context_window() | options
     config = ConversationConfig(
         budget=args.budget,
         policy=args.policy,
-        policy_options=parse_options(args.policy_option),
-        duplex=DuplexConfig(greedy=not args.sampled, seed=args.seed or 0),
+        policy_options=options,
+        duplex=decoding(model, args.sampled, args.seed or 0),
         system_prompt=args.prompt,
     )
-    make_policy(config.policy, **config.policy_options)  # a wrong one is said before the model is loaded
-    model = load_model(args.model, args.adapter)
     tail = int(args.tail or 0)
     engine = Engine(
         model,
@@ -70,7 +75,6 @@ def stream(args: argparse.Namespace) -> int:
                         out.print(line_text(line, dialogue.text(line)))
         except (ValueError, CacheFull, KeyboardInterrupt) as error:
             ended = error  # what came before it is shown first
-        view.groups = {}
     if args.json:
         print(json.dumps({"summary": {**totals.summary(), "complete": ended is None}}), flush=True)
     else:
@@ -104,21 +108,45 @@ def units(engine: Engine, conversation: Conversation, path: Path, tail: int) -> 
             yield result, stats
 
 
-def load_model(folder: Path | None, adapter: str | None) -> DuplexModel:
-    """The embedded model, or the one in `folder`, with the adapter in `adapter`: None is the model's own (its folder
-    `adapter`) where it has one, "none" leaves the model as it is. ValueError where that cannot be loaded."""
+def load_model(model: str | None, adapter: str | None) -> DuplexModel:
+    """The embedded model, another folder of its form, or MiniCPM-o (a folder, or the hub's name for it).
+
+    `adapter`: None takes the model's own (its folder `adapter`) where it has one, "none" leaves the model as it is.
+    ValueError where something cannot be loaded.
+    """
     from a2t.models.tiny import EMBEDDED, load_tiny
 
-    folder = EMBEDDED if folder is None else folder
+    folder = EMBEDDED if model is None else Path(model)
+    hub_name = model is not None and not folder.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", model) is not None
     own = folder / "adapter"
     merged = (own if own.is_dir() else None) if adapter is None else None if adapter == "none" else Path(adapter)
-    for path in (folder, merged):
+    for path in (None if hub_name else folder, merged):
         if path is not None and not path.is_dir():
             raise ValueError(f"{path}: there is no such folder")
     try:
-        return load_tiny(folder, merged)
+        if hub_name or model_type(folder) == "minicpmo":
+            from a2t.models.minicpmo import load_minicpmo
+
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            return cast(DuplexModel, load_minicpmo(str(folder), merged, device=device))
+        return cast(DuplexModel, load_tiny(folder, merged))  # cast: an encoder takes only states of its own making
     except (SafetensorError, KeyError, TypeError, RuntimeError) as error:
         raise ValueError(f"{folder}: not a model that can be loaded ({type(error).__name__}: {error})") from error
+
+
+def model_type(folder: Path) -> str | None:
+    """What config.json says; None where there is none, which the loader then reports."""
+    config = folder / "config.json"
+    values = json.loads(config.read_text()) if config.is_file() else {}
+    return values.get("model_type") if isinstance(values, dict) else None
+
+
+def decoding(model: DuplexModel, sampled: bool, seed: int) -> DuplexConfig:
+    """The model's own rules for choosing tokens, likeliest token first unless `sampled`."""
+    from a2t.models.minicpmo import MiniCPMO
+
+    own = DuplexConfig.minicpmo if isinstance(model, MiniCPMO) else DuplexConfig
+    return own(greedy=not sampled, seed=seed)
 
 
 def capacity_for(config: ConversationConfig, seconds: int) -> int:

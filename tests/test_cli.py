@@ -198,6 +198,26 @@ def test_help_needs_no_torch() -> None:
     assert ran.stdout.splitlines()[-1] == "False"
 
 
+def test_doctor(capsys: pytest.CaptureFixture[str], model: str, tmp_path: Path) -> None:
+    assert main(["doctor", model, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["model_type"] == "a2t-embedded"
+    assert main(["doctor", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("a2t doctor: ")
+
+
+def test_minicpmo(capsys: pytest.CaptureFixture[str], golden: Path) -> None:
+    """A checkpoint in the official layout through the same command."""
+    folder = golden / "minicpmo-duplex"
+    arguments = [str(folder / "input.wav"), "--model", str(folder), "--tail", "0"]
+    units, summary = run_json(capsys, *arguments)
+    assert summary["units"] == len(units) == 40
+    assert units[-1]["residents"]["audio"] == 400
+    assert units[0]["residents"]["prefix"] == json.loads((folder / "expected.json").read_text())["system_len"]
+    units, _ = run_json(capsys, *arguments, "--policy", "context", "--policy-option", "max_units=16")
+    assert [unit["residents"]["audio"] for unit in units][14:18] == [150, 160, 160, 160]
+
+
 def test_dialogue_joins_and_parts() -> None:
     dialogue = Dialogue(lambda ids: " ".join(f"w{i}" for i in ids))
     assert dialogue.add(0, [1, 2], [], False) == []
