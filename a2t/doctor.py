@@ -1,4 +1,7 @@
-"""`a2t doctor PATH`: what is in a checkpoint, what is missing, what it will need in memory.  Loads no weights."""
+"""`a2t doctor PATH`: what is in a checkpoint, what is missing, what it will need in memory.  Loads no weights.
+
+The command's arguments are in a2t.cli.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import argparse
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -149,21 +151,6 @@ def _embedded(checkpoint: Checkpoint) -> tuple[list[Part], list[str], list[str]]
 
 def _dtype_of(checkpoint: Checkpoint, prefix: str) -> torch.dtype:
     return next(dtype for _, dtype in checkpoint.describe(prefix).values())
-
-
-def add_parser(commands: Any) -> None:
-    """Adds `doctor` to an argparse subparsers object; the parsed arguments' `run` does the work."""
-    p = commands.add_parser(
-        "doctor",
-        help="look into a checkpoint",
-        description="Says what is in a checkpoint, what is missing and what it will need in memory. Loads no weights.",
-    )
-    p.add_argument("path", metavar="PATH", help="a checkpoint's folder or its hub id")
-    p.add_argument("--conversations", type=int, default=1, metavar="N", help="held at once (1)")
-    p.add_argument("--budget", type=int, default=4000, metavar="B", help="most residents of each (4000)")
-    p.add_argument("--dtype", choices=sorted(DTYPES), help="as it would be loaded (its own)")
-    p.add_argument("--json", action="store_true", help="one JSON object")
-    p.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -25,10 +25,10 @@ from a2t.kv.windows import ContextWindow
 from a2t.models.minicpmo import MiniCPMO, load_minicpmo
 from a2t.models.minicpmo_speech import SpeechSettings, SpeechTokenStream, load_speech_tokens
 
-GREEDY = dict(
-    greedy=True, max_new_speak_tokens_per_chunk=12, repetition_penalty=1.0, length_penalty=1.0, listen_prob_scale=1.0,
-    side_channel=False,
-)  # fmt: skip
+GREEDY = {
+    "greedy": True, "max_new_speak_tokens_per_chunk": 12, "repetition_penalty": 1.0, "length_penalty": 1.0,
+    "listen_prob_scale": 1.0, "side_channel": False,
+}  # fmt: skip
 
 
 @dataclass

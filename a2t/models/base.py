@@ -37,7 +37,7 @@ class AudioEncoder(Protocol):
 
     def restore_state(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> EncoderState: ...
 
-    def encode(self, states: Sequence[EncoderState]) -> Tensor:
+    def encode(self, states: Sequence[Any]) -> Tensor:  # of its own states
         """Consumes one ready unit of each state; embeddings [len(states), embeddings_per_unit, hidden]."""
 
 
@@ -54,9 +54,13 @@ class DuplexModel(Protocol):
 
     name: str
     shape: LanguageShape
-    encoder: AudioEncoder
-    tokenizer: TextTokenizer
     default_prompt: str
+
+    @property
+    def encoder(self) -> AudioEncoder: ...
+
+    @property
+    def tokenizer(self) -> TextTokenizer: ...
 
     def embed(self, ids_T: Tensor) -> Tensor:
         """Token embeddings [T, hidden]."""

@@ -69,7 +69,7 @@ class CheckpointTokenizer:
 
     def add_tokens(self, tokens: Sequence[str]) -> list[int]:
         self.tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in tokens])
-        return [self.tokenizer.token_to_id(t) for t in tokens]
+        return [i for t in tokens if (i := self.tokenizer.token_to_id(t)) is not None]
 
 
 class MiniCPMO:

@@ -12,7 +12,13 @@ from a2t.models.whisper_stream import Projection, StreamingWhisper, whisper_conf
 
 
 def encoder(limit: int = 220, dtype: torch.dtype = torch.float64) -> StreamingWhisper:
-    sizes = dict(num_mel_bins=80, d_model=32, encoder_layers=2, encoder_attention_heads=4, encoder_ffn_dim=64)
+    sizes = {
+        "num_mel_bins": 80,
+        "d_model": 32,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "encoder_ffn_dim": 64,
+    }
     torch.manual_seed(0)
     whisper = WhisperEncoder(whisper_config({**sizes, "max_source_positions": limit})).to(dtype)
     for p in whisper.parameters():
