@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Rotation:
-    """After the drop, every resident from position `first` on is renumbered by `delta`, and the next position with them;
+    """After the drop, every resident from position `first` on is renumbered by `delta`, as the next position is;
     its key is turned as if it had been fed there."""
 
     first: int
