@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 
 from a2t.kv.kinds import Kind
 
@@ -46,12 +47,12 @@ class SpecialTokens:
             raise ValueError(f"the vocabulary lacks {', '.join(missing)}: this is not a duplex checkpoint's tokenizer")
         return cls(**found)  # type: ignore[arg-type]
 
-    @property
+    @cached_property
     def terminators(self) -> frozenset[int]:
         """Tokens that end a unit's generation."""
         return frozenset({self.listen, self.chunk_eos, self.chunk_tts_eos})
 
-    @property
+    @cached_property
     def control(self) -> frozenset[int]:
         """Every special token; none of them is text."""
         return frozenset(i for f in fields(self) if (i := getattr(self, f.name)) is not None)

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from a2t.duplex.protocol import TOKEN_TEXT
 from a2t.models.language import Qwen3OverArena
@@ -85,6 +86,18 @@ class StubEncoder:
         return torch.stack(out)
 
 
+class Norm(nn.Module):
+    """Root mean square norm in the model's own precision: transformers' computes in float32, which rounds away what a
+    comparison in float64 is there to see."""
+
+    def __init__(self, norm: Qwen3RMSNorm):
+        super().__init__()
+        self.weight, self.eps = norm.weight, norm.variance_epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+
 class StubModel:
     """`bias` adds to the logits of tokens, by text: a random model would open no segment and end no turn by itself."""
 
@@ -110,6 +123,10 @@ class StubModel:
             for parameter in self.qwen.parameters():
                 if parameter.ndim == 2:
                     parameter.normal_(0, 0.3)
+        for name, norm in list(self.qwen.named_modules()):
+            if isinstance(norm, Qwen3RMSNorm):
+                parent, _, child = name.rpartition(".")
+                setattr(self.qwen.get_submodule(parent), child, Norm(norm))
         self.over_arena = Qwen3OverArena(self.qwen)
         self.shape = self.over_arena.shape
         self.embed, self.forward = self.over_arena.embed, self.over_arena.forward
