@@ -19,6 +19,7 @@ help:
 	@echo "Another interpreter than python3: make setup PYTHON=python3.12"
 
 setup: $(STAMP)
+	@echo "a2t: $(VENV) is ready"
 
 # Made again when the packages asked for, or their versions, have changed.
 $(STAMP): pyproject.toml constraints.txt
@@ -35,7 +36,6 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --quiet -c constraints.txt -e '.[dev]' </dev/null || { \
 		echo "a2t: the packages could not be installed. pip says why above; most often the package registry cannot be reached or the disk is full. Run it again when that is mended: what is there already is kept." >&2; exit 1; }
 	@touch $@
-	@echo "a2t: $(VENV) is ready"
 
 demo: $(STAMP)
 	@echo "a2t: starting the demonstration"
