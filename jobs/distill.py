@@ -69,6 +69,7 @@ def work(job: dict[str, Any]) -> None:
             config,
             teacher=store,
             base=model.name,
+            start_from=job["start_from"],
             wrap=lambda student: prepare_model(student, move_to_device=False),
             on_step=on_step,
             on_checkpoint=on_checkpoint,
@@ -98,12 +99,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--live-teacher", action="store_true", help="run the teacher beside the student instead of reading its store"
     )
+    parser.add_argument("--start-from", type=Path, help="an earlier adapter to go on from (default: a fresh one)")
     parser.add_argument("--checkpoint-seconds", type=float, default=120.0, help="time between two checkpoints")
     args = parse(parser, argv, required=["data", "out"])
     if not (args.data / "corpus").is_dir():
         parser.error(f"{args.data} has no corpus/: run jobs.precompute_teacher first")
     if args.no_distillation:
         args.settings = replace(args.settings, weights=args.settings.weights.without_distillation())
+    if args.start_from is not None and not (args.start_from / "adapter_model.safetensors").is_file():
+        parser.error(f"{args.start_from} holds no adapter_model.safetensors: --start-from takes an adapter's folder")
+    args.start_from = args.start_from and args.start_from.resolve()
     args.data, args.out = args.data.resolve(), str(Path(args.out).resolve())
     if not fit(work, args, name="distill", storage=str(Path(args.out) / "ray")):
         return 1

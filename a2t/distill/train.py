@@ -28,7 +28,7 @@ from a2t.distill.sequences import Pair, draw_budget, hidden_from, pair
 from a2t.distill.step import Optimizer, StepLog, Student, sum_over_workers, train_step, world
 from a2t.distill.teacher import TeacherStore, model_hash
 from a2t.duplex.protocol import SpecialTokens
-from a2t.models.adapters import save_adapter
+from a2t.models.adapters import continue_adapter, save_adapter
 
 Forward = Callable[[], tuple[Batch, bool]]
 
@@ -49,6 +49,7 @@ class Distillation:
         config: DistillConfig,
         teacher: TeacherStore | None = None,
         wrap: Callable[[nn.Module], nn.Module] = lambda student: student,
+        start_from: str | Path | None = None,
     ):
         if not len(corpus):
             raise ValueError("the corpus is empty: there is nothing to train on")
@@ -61,6 +62,8 @@ class Distillation:
             )
         torch.manual_seed(config.seed)  # LoRA's first matrices
         self.student = Student(language, tokens, config)
+        if start_from is not None:
+            continue_adapter(self.student.peft, start_from)
         epochs = [plan_epoch(self.corpus.units, config, e) for e in range(config.epochs)]
         self.steps = [(e, step) for e, steps in enumerate(epochs) for step in steps][: config.max_steps]
         self.optimizer = Optimizer.of(self.student, len(self.steps))
@@ -150,6 +153,7 @@ def distill(
     *,
     teacher: TeacherStore | str | Path | None = None,
     base: str = "",
+    start_from: str | Path | None = None,
     wrap: Callable[[nn.Module], nn.Module] = lambda student: student,
     on_step: Callable[[StepLog, int], None] = lambda log, total: None,
     on_checkpoint: Callable[[Path, StepLog], None] | None = None,
@@ -162,13 +166,14 @@ def distill(
     `language` is the frozen base and is wrapped in place.  Logs every step to `out`/log.jsonl and writes a checkpoint
     every `checkpoint_seconds`, the last `keep` of which stay; a run in the same `out` goes on from the newest one, or
     from `resume_from`.  With `on_checkpoint`, all workers call it at each checkpoint, and it takes the folder over
-    (nothing is pruned here).  `base` is what the adapter's card calls its base model.
+    (nothing is pruned here).  `base` is what the adapter's card calls its base model.  `start_from` is an earlier
+    adapter that this one goes on from: short utterances first, then joined streams.
     """
     out = Path(out)
     rank = world()[0]
     if isinstance(teacher, (str, Path)):
         teacher = TeacherStore(teacher, model_hash(language, tokens))
-    run = Distillation(language, tokens, corpus, config, teacher, wrap)
+    run = Distillation(language, tokens, corpus, config, teacher, wrap, start_from)
     checkpoints = out / "checkpoints"
     newest = Path(resume_from) if resume_from is not None else _newest(checkpoints)
     if newest is not None:

@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Literal, Protocol, overload
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft import (
+    LoraConfig,
+    PeftModel,
+    get_peft_model,
+    get_peft_model_state_dict,
+    load_peft_weights,
+    set_peft_model_state_dict,
+)
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import Qwen3ForCausalLM
@@ -117,6 +124,15 @@ def load_adapter(lm: Qwen3ForCausalLM, folder: str | Path, merge: bool = True) -
     _check_fits(lm, Path(folder))
     model = PeftModel.from_pretrained(lm, str(folder)).eval()
     return model.merge_and_unload() if merge else model
+
+
+def continue_adapter(model: PeftModel, folder: str | Path, name: str = "default") -> None:
+    """Puts a saved adapter's values into adapter `name`, which stays trainable. ValueError where they do not fit."""
+    state = load_peft_weights(str(folder), device="cpu")
+    fresh = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    if wrong := sorted(set(state) ^ set(fresh)) or [k for k, v in state.items() if v.shape != fresh[k].shape]:
+        raise ValueError(f"{folder} is no adapter of this form: {wrong[0]} is missing, unknown or of another shape")
+    set_peft_model_state_dict(model, state, adapter_name=name)
 
 
 def load_adapters(lm: Qwen3ForCausalLM, folders: Mapping[str, str | Path]) -> PeftModel:

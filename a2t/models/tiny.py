@@ -133,6 +133,11 @@ class TinyDuplex:
         self.shape = self.language.shape
         self.encoder = StreamingConvEncoder(modules.encoder.float(), modules.adaptor.float(), self.shape.dtype)
 
+    @property
+    def inv_freq(self) -> Tensor:
+        """Rotary frequencies, for policies that re-rotate what stays."""
+        return self.language.inv_freq
+
     def embed(self, ids_T: Tensor) -> Tensor:
         return self.language.embed(ids_T)
 
