@@ -24,9 +24,10 @@ from a2t.duplex.eviction import apply_policy
 from a2t.duplex.journal import Journal, Question
 from a2t.duplex.protocol import SpecialTokens
 from a2t.duplex.unit_loop import Feed, Reply, UnitLoop, UnitResult
-from a2t.kv.cache import ArenaFull, KVArena
+from a2t.kv.cache import ArenaFull
 from a2t.kv.eviction import Eviction
 from a2t.kv.ledger import Ledger
+from a2t.kv.split import make_arena
 from a2t.models.base import DuplexModel
 
 __all__ = [
@@ -74,7 +75,7 @@ class Engine:
         self.model, self.clock = model, clock
         self.config = config or EngineConfig()
         self.rows = rows
-        self.arena = KVArena(model.shape, rows + self.config.scratch_rows, capacity)
+        self.arena = make_arena(model.shape, rows + self.config.scratch_rows, capacity)
         self._batcher = Batcher(model, self.arena, clock, self.config.side_channel_budget_s, observer)
         self.tokens = SpecialTokens.from_lookup(model.tokenizer.token_id)
         self.conversations: dict[str, Conversation] = {}

@@ -10,6 +10,7 @@ from a2t.kv.cache import KVArena
 from a2t.kv.eviction import Eviction, Refeed
 from a2t.kv.kinds import Kind
 from a2t.kv.ledger import Ledger
+from a2t.kv.split import make_arena
 from a2t.kv.windows import ReadsText
 from a2t.models.base import DuplexModel
 
@@ -37,7 +38,7 @@ def apply_policy(model: DuplexModel, arena: KVArena, conversation: Conversation)
 def _feed_before(model: DuplexModel, arena: KVArena, row: int, ledger: Ledger, refeed: Refeed) -> None:
     """Feeds a part of the prefix anew, which sees the residents before it alone: in an arena of its own."""
     before = [slot for p in range(refeed.first) if (slot := ledger.slot_at(p)) is not None]
-    aside = KVArena(model.shape, 1, len(before) + len(refeed.ids))
+    aside = make_arena(model.shape, 1, len(before) + len(refeed.ids))
     aside.load(aside.allocate(), arena.gather(row, before))
     positions = ledger.insert([Kind.PREFIX] * len(refeed.ids), refeed.first)
     device = model.shape.device

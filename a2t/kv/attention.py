@@ -32,6 +32,7 @@ def packed_attention(q_1QTD: Tensor, batch: PackedBatch, layer: int, scale: floa
 
     `batch.update` must have written this layer's new keys and values.
     """
+    batch, layer = batch.at(layer)
     if varlen_fits(q_1QTD, batch):
         return varlen_attention(q_1QTD, batch, layer, scale, varlen_attn)
     if len(batch.rows) == 1:

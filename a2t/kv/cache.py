@@ -212,6 +212,10 @@ class PackedBatch:
             arena._row_views[row].narrow(2, 0, end).unbind(0) for row, end in zip(self.rows, self.ends, strict=True)
         ]
 
+    def at(self, layer: int) -> tuple[PackedBatch, int]:
+        """The batch that holds a layer's keys and values, and the layer's number in it: itself, on one device."""
+        return self, layer
+
     def update(self, layer: int, k_1HTD: Tensor, v_1HTD: Tensor) -> None:
         """Write one layer's new keys (after rotation) and values at the tails of the rows, in place."""
         assert not self.committed, "a batch is good for one forward"

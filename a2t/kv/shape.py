@@ -18,6 +18,8 @@ class LanguageShape:
     vocab: int
     dtype: torch.dtype
     device: torch.device
+    layer_devices: tuple[torch.device, ...] | None = None
+    """Each layer's, where they lie on several; `device` is then that of the embedding."""
 
     @property
     def bytes_per_position(self) -> int:

@@ -7,6 +7,7 @@ Reads `llm.`, `apm.` and `audio_projection_layer.` of a checkpoint; the vision a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +15,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3RotaryEmbedding
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from a2t.duplex.protocol import SpecialTokens
@@ -80,8 +81,12 @@ class MiniCPMO:
 
     def __init__(self, lm: nn.Module, encoder: StreamingWhisper, tokenizer: CheckpointTokenizer, name: str):
         self.name, self.lm, self.encoder, self.tokenizer = name, lm, encoder, tokenizer
-        self.language = Qwen3OverArena(lm)
+        devices = layer_devices(lm)
+        self.language = Qwen3OverArena(lm, stock=None if devices is None else True)
         self.shape = self.language.shape
+        if devices is not None:
+            first = self.language.backbone.embed_tokens.weight.device
+            self.shape = replace(self.shape, device=first, layer_devices=devices)
         self.tokens = SpecialTokens.from_lookup(tokenizer.token_id)
 
     @property
@@ -114,20 +119,25 @@ class MiniCPMO:
 def load_minicpmo(
     path: str | Path,
     adapter: str | Path | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     device: str | torch.device = "cpu",
     device_map: DeviceMap | Literal["auto"] | None = None,
     side_channel: bool | None = None,
 ) -> MiniCPMO:
     """The model in a folder or under a hub id.
 
-    `dtype`: None keeps the checkpoint's own; on the CPU the weights are then the mapped file itself.  `device_map`:
-    places the language model's layers on several devices ("auto", or a map of its module names), the encoder goes to
-    the first of them.  `adapter`: a PEFT folder, merged.  `side_channel`: gives the model the two tokens that an
-    adapter's side channel needs; None: where there is an adapter.
+    `dtype`: a torch type or its name ("bfloat16"); None keeps the checkpoint's own, and on the CPU the weights are then
+    the mapped file itself.  `device_map`: places the language model's layers on several devices ("auto", or a map from
+    its module names, "" for the rest); the encoder goes where the embedding is.  `adapter`: a PEFT folder, merged.
+    `side_channel`: gives the model the two tokens of the side channel; None: where there is an adapter.
 
     ValueError, one line that names it: a missing, extra or misshapen tensor, another model type, a truncated file.
     """
+    if isinstance(dtype, str):
+        named = getattr(torch, dtype, None)
+        if not isinstance(named, torch.dtype):
+            raise ValueError(f"there is no type {dtype!r}; bfloat16, float16 and float32 are")
+        dtype = named
     checkpoint = Checkpoint.open(path)
     tokenizer = CheckpointTokenizer.read(checkpoint.folder)
     SpecialTokens.from_lookup(tokenizer.token_id)  # a tokenizer of another model is told before gigabytes are read
@@ -179,11 +189,35 @@ def load_language(
         lm = Qwen3ForCausalLM(config)
     checkpoint.load_into(lm, LANGUAGE, dtype, device)
     lm.model.rotary_emb = Qwen3RotaryEmbedding(config).to(lm.get_input_embeddings().weight.device)
-    if isinstance(device, Mapping):
-        from accelerate import dispatch_model
-
-        lm = dispatch_model(lm, device_map=dict(device), force_hooks=True)
+    if layer_devices(lm) is not None:
+        bridge_devices(lm)
     return lm.eval()
+
+
+def layer_devices(lm: nn.Module) -> tuple[torch.device, ...] | None:
+    """Where each decoder layer lies; None if the whole model is in one place."""
+    found = {m.layer_idx: m.q_proj.weight.device for m in lm.modules() if isinstance(m, Qwen3Attention)}
+    places = {p.device for p in lm.parameters()}
+    return tuple(found[n] for n in sorted(found)) if len(places) > 1 else None
+
+
+def bridge_devices(lm: Qwen3ForCausalLM) -> None:
+    """What a layer, the last norm or the output matrix is given is brought to where its weights are."""
+
+    def bring(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        device = next(module.parameters()).device
+        return _moved(args, device), _moved(kwargs, device)
+
+    for module in (*lm.model.layers, lm.model.norm, lm.lm_head):
+        module.register_forward_pre_hook(bring, with_kwargs=True)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {name: _moved(v, device) for name, v in value.items()}
+    return type(value)(_moved(v, device) for v in value) if type(value) in (tuple, list) else value
 
 
 def load_encoder(

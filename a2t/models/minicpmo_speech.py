@@ -284,3 +284,16 @@ def _cloned(state: Any) -> Any:
     if isinstance(state, (list, tuple)):
         return type(state)(_cloned(value) for value in state)
     return state
+
+
+def load_minicpmo_speech(
+    path: str | Path, prompt_wav: str | Path, device: str | torch.device = "cuda", dtype: torch.dtype | None = None
+) -> MiniCPMOSpeech:
+    """The voice of a checkpoint: its `tts.` decoder and its `assets/token2wav`, speaking like `prompt_wav`."""
+    checkpoint = Checkpoint.open(path)
+    folder = checkpoint.folder / "assets" / "token2wav"
+    if not folder.is_dir():
+        raise ValueError(f"{checkpoint.folder} has no assets/token2wav: download the checkpoint with its assets")
+    if not Path(prompt_wav).is_file():
+        raise ValueError(f"there is no file {prompt_wav}: give a recording of the voice to speak in")
+    return MiniCPMOSpeech(load_speech_tokens(checkpoint, dtype, device), load_token2wav(folder), prompt_wav)
