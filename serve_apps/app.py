@@ -23,10 +23,12 @@ from ray.serve import Application
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from serve_apps.access import Access
+from serve_apps.call import GatewayConfig
 from serve_apps.engine_host import EngineHost, HostConfig
-from serve_apps.gateway import Gateway, GatewayConfig
+from serve_apps.gateway import Gateway
 from serve_apps.messages import EngineLoad, Ticket, View
 from serve_apps.placement import BUSY_SHARE, Fleet, Placement
+from serve_apps.session_actor import Limits
 
 log = logging.getLogger("ray.serve")
 ENGINE = "engine/"
@@ -157,5 +159,5 @@ def app(args: AppArgs) -> Application:
     """The builder that `serve run serve_apps.app:app` calls."""
     engines = EngineDeployment.options(num_replicas=args.engines).bind(args)
     placement = PlacementDeployment.bind(engines, args.namespace, args.busy_share)
-    config = GatewayConfig(models=(args.name,), namespace=args.namespace, access=Access.from_env())
-    return Gateway.bind(placement, config)
+    config = GatewayConfig(models=(args.name,), access=Access.from_env())
+    return Gateway.bind(placement, config, args.namespace, Limits())

@@ -197,7 +197,3 @@ class SessionActor:
 
 def _plain(failure: Failure | None) -> dict[str, str] | None:
     return None if failure is None else {"code": failure.code, "message": failure.message}
-
-
-def actor_name(session_id: str) -> str:
-    return f"session/{session_id}"

@@ -23,6 +23,7 @@ class Endpoint:
 
     def __enter__(self) -> str:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")  # 5 s are too few on a busy machine
         os.environ.pop("RAY_ADDRESS", None)  # this machine, whatever cluster is configured
         import ray
         from ray import serve

@@ -1,7 +1,12 @@
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
+
+# Serve reads it where its controller starts: 5 s are too few on a busy machine
+os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
 
 
 @pytest.fixture

@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from openbmb_realtime import (
-    ErrorEvent,
-    RealtimeClient,
-    RealtimeConfig,
-    RealtimeError,
-    SessionClosed,
-    SessionQueued,
-    TurnCompleted,
-    UsageEvent,
-    WorkerAssigned,
-)
+import yaml
+from openbmb_realtime import RealtimeClient
 from ray.serve.schema import ServeDeploySchema
 
 from jobs.demo.call import hold
-from tests.serve.local import small_model
 
 MODEL = "random"
 
@@ -43,7 +33,7 @@ def address(ray_cluster: Any) -> Iterator[str]:
     args = AppArgs(
         name=MODEL,
         model="tests.serve.local:small_model",
-        rows=2,
+        rows=1,
         capacity=1024,
         busy_share=1e6,  # admission by rows alone: this machine may be busy with something else
         namespace="a2t-test",
@@ -53,173 +43,34 @@ def address(ray_cluster: Any) -> Iterator[str]:
     serve.delete("a2t-test")
 
 
-def client(address: str) -> RealtimeClient:
-    return RealtimeClient(api_key="unused", base_url=address, connect_timeout=60)
-
-
-def noise(seconds: int) -> np.ndarray:
-    return (0.1 * np.random.default_rng(1).standard_normal(seconds * 16_000)).astype(np.float32)
-
-
-async def get(address: str, path: str) -> Any:
-    async with httpx.AsyncClient(timeout=30) as http:
-        return await http.get(address + path)
-
-
-async def settled(address: str, live: int) -> list[dict[str, Any]]:
-    """The sessions, once `live` of them are neither closed nor waiting."""
-    async with asyncio.timeout(30):
-        while True:
-            sessions: list[dict[str, Any]] = (await get(address, "/v1/sessions")).json()["data"]
-            if sum(s["state"] in ("live", "paused") for s in sessions) == live:
-                return sessions
-            await asyncio.sleep(0.1)
-
-
-async def test_a_conversation_by_the_stock_client(address: str) -> None:
-    audio = noise(12)
-    talk = await hold(address, MODEL, audio, budget=60, prompt="w1 w2 w3")
-    assert [u["unit"] for u in talk.units] == list(range(12))
-    assert sum(u["evicted"] for u in talk.units) > 0
-    assert all(u["residents"]["prefix"] == 3 for u in talk.units)
-    spoke = {u["unit"] for u in talk.units if u["response"]}
-    assert spoke, "the random model never spoke: choose another seed"
-    assert spoke <= set(talk.speech)
-
-    sessions = await settled(address, 0)
-    assert talk.session_id in [s["id"] for s in sessions]
-    assert all("transcript" not in s for s in sessions)
-    view = (await get(address, f"/v1/sessions/{talk.session_id}")).json()
-    assert (view["state"], view["units"], view["end"]["reason"]) == ("closed", 12, "user_stop")
-    assert view["memory"]["residents"] == talk.units[-1]["residents"]
-    written = [
-        {k: u[k] for k in ("unit", "transcript", "response")} for u in talk.units if u["transcript"] or u["response"]
-    ]
-    assert view["transcript"] == written
-
-    from a2t.duplex.conversation import ConversationConfig
-    from a2t.duplex.engine import Engine, EngineConfig
-
-    engine = Engine(small_model(), rows=1, capacity=1024, config=EngineConfig(side_channel_budget_s=None))
-    conversation = engine.open(ConversationConfig(budget=60, system_prompt="w1 w2 w3"))
-    engine.push(conversation, audio)
-    for (_, result, stats), unit in zip(engine.run(), talk.units, strict=True):
-        assert unit["transcript"] == result.transcript_text.strip()
-        assert unit["listening"] == result.listening
-        assert unit["resident_total"] == stats.total_residents
-
-
-async def test_interrupting_pausing_and_closing(address: str) -> None:
-    session = await client(address).audio.connect(model=MODEL)
-    second = noise(1).tobytes()
-    for _ in range(3):
-        session.interrupt()  # the next input carries force_listen
-        await session.send_audio(second)
-    session.pause()
-    await session.send_audio(second)  # not sent: the client is paused
-    session.resume()
-    seen: list[Any] = []
-    async with asyncio.timeout(30):
-        async for event in session:
-            seen.append(event)
-            if sum(isinstance(e, UsageEvent) for e in seen) == 3:
-                break
-    assert sum(isinstance(e, TurnCompleted) for e in seen) >= 3  # one with each listening unit
-    await session.close("enough")
-    view = (await get(address, f"/v1/sessions/{session.id}")).json()
-    assert (view["units"], view["end"]["reason"]) == (3, "enough")
-    assert session.usage is not None
-    assert session.usage.prompt_tokens == 2 + 3 * 10  # the default prompt and ten embeddings a unit
-
-
-async def test_who_finds_no_row_waits_in_line(address: str) -> None:
-    first, second = await asyncio.gather(*(client(address).audio.connect(model=MODEL) for _ in range(2)))
-    third = asyncio.create_task(client(address).audio.connect(model=MODEL))
-    fourth = asyncio.create_task(client(address).audio.connect(model=MODEL))
-    async with asyncio.timeout(30):
-        while len(waiting := [s for s in (await settled(address, 2)) if s["state"] == "queued"]) < 2:
-            await asyncio.sleep(0.1)
-    assert not third.done()
-    assert not fourth.done()
-    await first.close()
-    await second.close()
-    admitted = [await third, await fourth]
-    for session in admitted:
-        await session.close()
-        events = [e async for e in session.events()]
-        kinds = [type(e) for e in events]
-        assert kinds[0] is SessionQueued
-        assert kinds.index(WorkerAssigned) > 0
-        assert kinds[-1] is SessionClosed
-    assert {s.id for s in admitted} == {w["id"] for w in waiting}
-
-
-@pytest.mark.parametrize(
-    ("frames", "code"),
-    [
-        (["{"], "invalid_json"),
-        (['{"type": "input.append", "input": {"audio": ""}}'], "session_not_initialized"),
-        (['{"type": "session.init"}', '{"type": "session.init"}'], "already_initialized"),
-        (['{"type": "session.init"}', '{"type": "input.append", "input": {"audio": "AAAA"}}'], "invalid_audio"),
-        (['{"type": "session.init", "payload": {"system_prompt": "no such words"}}'], "invalid_config"),
-    ],
-)
-async def test_garbage_ends_that_session_alone_with_a_typed_error(address: str, frames: list[str], code: str) -> None:
-    from websockets.asyncio.client import connect
-
-    url = f"{address.replace('http', 'ws')}/v1/realtime?mode=audio&model={MODEL}"
-    other = await client(address).audio.connect(model=MODEL)
-    async with asyncio.timeout(30), connect(url, subprotocols=["map.realtime"]) as socket:  # type: ignore[list-item]
-        assert socket.subprotocol == "map.realtime"
-        for frame in frames:
-            await socket.send(frame)
-        events = [json.loads(frame) async for frame in socket]  # until the server closes
-        assert socket.close_code == 1008
-    assert (events[-1]["type"], events[-1]["error"]["code"]) == ("error", code)
-    await settled(address, 1)  # its row is free again, the other one goes on
-    await other.send_audio(noise(1).tobytes())
-    async with asyncio.timeout(30):
-        async for event in other:
-            assert not isinstance(event, ErrorEvent)
-            if isinstance(event, UsageEvent):
-                break
-    await other.close()
-
-
-async def test_refusals_before_a_session(address: str) -> None:
-    with pytest.raises(RealtimeError) as caught:
-        await client(address).audio.connect(model="another")
-    assert caught.value.code == "model_not_found"
-    with pytest.raises(RealtimeError) as caught:
-        await client(address).video.connect(model=MODEL)
-    assert caught.value.code == "unsupported_mode"
-    missing = await get(address, "/v1/sessions/none")
-    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "session_not_found")
-
-
-async def test_a_client_that_vanishes_leaves_nothing(address: str) -> None:
-    session = await client(address).audio.connect(model=MODEL, config=RealtimeConfig(tts_enabled=False))
-    await session.send_audio(noise(1).tobytes())
-    transport = session._socket.transport  # type: ignore[attr-defined]
-    transport.abort()  # no close frame, no goodbye
-    sessions = await settled(address, 0)
-    (mine,) = [s for s in sessions if s["id"] == session.id]
-    assert mine["end"]["reason"] == "client_gone"
-    health = (await get(address, "/healthz")).json()
-    assert health["status"] == "ok"
-    assert [e["free"] for e in health["engines"]] == [2]
-
-
-async def test_rest_views(address: str) -> None:
-    models = (await get(address, "/v1/models")).json()
-    assert [m["id"] for m in models["data"]] == [MODEL]
+async def test_two_callers_and_one_row(address: str, ray_cluster: Any) -> None:
+    """The second waits in line until the first has closed; both leave a record and no actor behind."""
+    audio = (0.1 * np.random.default_rng(1).standard_normal(6 * 16_000)).astype(np.float32)
+    first = await RealtimeClient(api_key="unused", base_url=address, connect_timeout=60).audio.connect(model=MODEL)
+    second = asyncio.create_task(hold(address, MODEL, audio, budget=60, prompt="w1 w2 w3"))
+    async with httpx.AsyncClient(base_url=address, timeout=30) as http:
+        async with asyncio.timeout(60):
+            while "queued" not in [s["state"] for s in (await http.get("/v1/sessions")).json()["data"]]:
+                await asyncio.sleep(0.1)
+        assert not second.done()
+        live = (await http.get(f"/v1/sessions/{first.id}")).json()
+        assert (live["state"], live["units"]) == ("live", 0)
+        await first.close()
+        talk = await second
+        assert [u["unit"] for u in talk.units] == list(range(6))
+        assert sum(u["evicted"] for u in talk.units) > 0
+        assert all(u["residents"]["prefix"] == 3 for u in talk.units)
+        async with asyncio.timeout(30):
+            while (await http.get("/healthz")).json()["engines"][0]["free"] != 1:
+                await asyncio.sleep(0.1)
+        for session, units in ((first.id, 0), (talk.session_id, 6)):
+            view = (await http.get(f"/v1/sessions/{session}")).json()
+            assert (view["state"], view["units"], view["end"]["reason"]) == ("closed", units, "user_stop")
+    left = [a["name"] for a in ray_cluster.util.list_named_actors(all_namespaces=True) if a["namespace"] == "a2t-test"]
+    assert [name.split("/")[0] for name in left] == ["engine"]
 
 
 def test_deploy_file_is_valid_and_names_what_exists() -> None:
-    from pathlib import Path
-
-    import yaml
-
     from serve_apps.app import AppArgs, app
     from serve_apps.engine_host import embedded
 
