@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -98,7 +99,35 @@ def config_of(values: dict[str, Any]) -> DistillConfig:
 def plain(args: argparse.Namespace) -> dict[str, Any]:
     """Options as JSON values, for workers."""
     out = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
-    return {**out, "settings": dataclasses.asdict(args.settings)}
+    return {**out, "settings": dataclasses.asdict(args.settings), "terminal": sys.stderr.isatty()}
+
+
+class Lines:
+    """A bar's stand-in where output goes to a file: a line now and then."""
+
+    def __init__(self, total: int, desc: str, every_s: float = 20.0):
+        self.total, self.desc, self.n = total, desc, 0
+        self.every_s, self.printed = every_s, time.monotonic()
+
+    def set_description(self, desc: str) -> None:
+        self.desc = desc
+
+    def update(self, n: int) -> None:
+        self.n += n
+        if self.n == self.total or time.monotonic() - self.printed >= self.every_s:
+            self.printed = time.monotonic()
+            print(f"{self.desc}: {self.n}/{self.total}", flush=True)
+
+    def close(self) -> None: ...
+
+
+def progress_bar(job: dict[str, Any], total: int, desc: str, position: int = 0) -> Any:
+    """A bar that a worker moves and the driver's terminal shows; lines if there is no terminal."""
+    if not job["terminal"]:
+        return Lines(total, desc)
+    from ray.experimental import tqdm_ray
+
+    return tqdm_ray.tqdm(total=total, desc=desc, position=position)
 
 
 def load_base(model: str, gpu: bool) -> tuple[Any, Any]:

@@ -18,14 +18,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jobs._training import add_arguments, config_of, fit, load_base, parse
+from jobs._training import add_arguments, config_of, fit, load_base, parse, progress_bar
 
 
 def work(job: dict[str, Any]) -> None:
     """One worker of the training loop."""
     import torch
     from ray import train
-    from ray.experimental import tqdm_ray
     from ray.train.torch import prepare_model
     from torch.utils.tensorboard import SummaryWriter
 
@@ -42,15 +41,16 @@ def work(job: dict[str, Any]) -> None:
     tokens = SpecialTokens.from_lookup(model.tokenizer.token_id)
     store = None if job["live_teacher"] else TeacherStore(data / "teacher", model_hash(language, tokens))
     curves = SummaryWriter(str(out / "tensorboard")) if first else None
-    bar = tqdm_ray.tqdm(total=0, desc="distill") if first else None
+    bar = progress_bar(job, 0, "distill") if first else None
 
     def on_step(log: StepLog, total: int) -> None:
         if not first:
             return
         assert bar is not None and curves is not None
-        bar.total, bar.n = total, log.step
+        bar.total = total
         terms = " ".join(f"{name} {value:.3f}" for name, value in log.terms.items())
         bar.set_description(f"loss {log.loss:.3f} ({terms})")
+        bar.update(log.step - bar.n)
         for name, value in log_line(log).items():
             curves.add_scalar(f"train/{name}", value, log.step)
 

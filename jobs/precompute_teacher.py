@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jobs._training import add_arguments, config_of, fit, load_base, parse
+from jobs._training import add_arguments, config_of, fit, load_base, parse, progress_bar
 
 
 def work(job: dict[str, Any]) -> None:
@@ -25,7 +25,6 @@ def work(job: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
     from ray import train
-    from ray.experimental import tqdm_ray
 
     from a2t.data.manifest import Manifest
     from a2t.distill.corpus import Joined
@@ -53,7 +52,7 @@ def work(job: dict[str, Any]) -> None:
     )
     mine = record.unfinished()[rank::workers]
     together()  # all have seen the same list before anyone writes
-    bar = tqdm_ray.tqdm(total=len(mine) * job["part_rows"], desc=f"recording [{rank}]", position=rank)
+    bar = progress_bar(job, sum(map(record.rows_of, mine)), f"recording [{rank}]", rank)
     for part in mine:
         record.write(part, model, at_once=job["at_once"], progress=bar.update)
     bar.close()
@@ -65,7 +64,7 @@ def work(job: dict[str, Any]) -> None:
     store = StorePlan(out / "teacher", model.name, named, dtype, tuple(corpus.ids), job["shard_examples"])
     mine = store.unfinished()[rank::workers]
     together()
-    bar = tqdm_ray.tqdm(total=sum(len(store.indices(s)) for s in mine), desc=f"teacher [{rank}]", position=rank)
+    bar = progress_bar(job, sum(len(store.indices(s)) for s in mine), f"teacher [{rank}]", rank)
     write_store(store, language, tokens, corpus, mine, progress=bar.update)
     bar.close()
     together()

@@ -4,12 +4,12 @@ A forward takes positions [1, T] of several sequences.  Attention runs sequence 
 evicted, and in blocks of queries over the keys that any of them still sees where evictions are simulated, so that a
 ten-minute stream under a small budget costs what the budget costs, not the square of its length.
 
-Shapes: T positions, Q query heads, H key/value heads, G = Q / H, D head width, n keys of a block.
+Shapes: T positions, Q query heads, H key/value heads, D head width, b queries and n keys of a piece, K keys of all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,89 +26,86 @@ BLOCK = 256
 
 
 @dataclass(frozen=True)
-class Block:
-    """Queries start..stop (of the packed row) over the keys in `keys_n`; `mask_bn` is True where a query sees a key."""
+class Piece:
+    """Consecutive queries of one sequence. Without a mask they see all of the sequence up to themselves; with one, the
+    gathered keys where `mask_bn` [queries, keys] is True."""
 
-    start: int
-    stop: int
-    keys_n: Tensor
-    mask_bn: Tensor
-
-
-@dataclass(frozen=True)
-class Span:
-    """One sequence: positions start..stop of the row. Queries before `causal_until` see all before them; the others
-    are in `blocks`."""
-
-    start: int
-    stop: int
-    causal_until: int
-    blocks: tuple[Block, ...] = ()
+    queries: int
+    keys: int
+    mask_bn: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Packing:
-    spans: tuple[Span, ...]
+    """The pieces cover the row in order. `keys_K`: the positions of all pieces' keys, one piece after another; None
+    where every piece's keys are its queries, so that nothing needs gathering."""
+
+    pieces: tuple[Piece, ...]
+    keys_K: Tensor | None
 
     @classmethod
     def of(cls, lengths: Sequence[int], hidden: Sequence[Sequence[int] | None] | None = None) -> Packing:
         """`hidden[i]`: `sequences.hidden_from` of sequence i, None where nothing is evicted."""
-        spans, start = [], 0
+        pieces: list[Piece] = []
+        keys: list[Tensor] = []
+        start = 0
         for i, length in enumerate(lengths):
-            spans.append(_span(start, length, None if hidden is None else hidden[i]))
+            for piece, keys_n in _pieces(length, None if hidden is None else hidden[i]):
+                pieces.append(piece)
+                keys.append(start + keys_n)
             start += length
-        return cls(tuple(spans))
+        masked = any(p.mask_bn is not None for p in pieces)
+        return cls(tuple(pieces), torch.cat(keys) if masked else None)
 
     def to(self, device: torch.device) -> Packing:
-        moved = [
-            Span(
-                s.start,
-                s.stop,
-                s.causal_until,
-                tuple(Block(b.start, b.stop, b.keys_n.to(device), b.mask_bn.to(device)) for b in s.blocks),
-            )
-            for s in self.spans
-        ]
-        return Packing(tuple(moved))
+        pieces = [Piece(p.queries, p.keys, None if p.mask_bn is None else p.mask_bn.to(device)) for p in self.pieces]
+        return Packing(tuple(pieces), None if self.keys_K is None else self.keys_K.to(device))
 
 
-def _span(start: int, length: int, hidden: Sequence[int] | None) -> Span:
-    stop = start + length
+def _pieces(length: int, hidden: Sequence[int] | None) -> Iterator[tuple[Piece, Tensor]]:
+    """One sequence: causal until something has been hidden, then blocks over what any of their queries sees."""
     first = length if hidden is None else min([*hidden, length])
-    if hidden is None or first == length:
-        return Span(start, stop, stop)
-    gone_T = torch.tensor(hidden)
     keys_T = torch.arange(length)
-    blocks = []
+    if first:
+        yield Piece(first, first), keys_T[:first]
+    if hidden is None or first == length:
+        return
+    gone_T = torch.tensor(hidden)
     for begin in range(first, length, BLOCK):
         end = min(begin + BLOCK, length)
-        keys_n = keys_T[:end][gone_T[:end] > begin]  # seen by the block's first query or fed within the block
+        keys_n = keys_T[:end][gone_T[:end] > begin]  # seen by the block's first query, or fed within the block
         queries_b1 = torch.arange(begin, end)[:, None]
         mask_bn = (keys_n <= queries_b1) & (queries_b1 < gone_T[keys_n])
-        blocks.append(Block(start + begin, start + end, start + keys_n, mask_bn))
-    return Span(start, stop, start + first, tuple(blocks))
+        yield Piece(end - begin, len(keys_n), mask_bn), keys_n
 
 
 def packed_attention(q_1QTD: Tensor, k_1HTD: Tensor, v_1HTD: Tensor, packing: Packing, scale: float) -> Tensor:
-    """[1, T, Q, D]. Each sequence sees itself alone."""
-    outs = []
-    for span in packing.spans:
-        s, e = span.start, span.causal_until
-        if e > s:
-            q, k, v = q_1QTD[:, :, s:e], k_1HTD[:, :, s:e], v_1HTD[:, :, s:e]
-            outs.append(F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True))
-        outs += [_block_attention(q_1QTD, k_1HTD, v_1HTD, block, scale) for block in span.blocks]
+    """[1, T, Q, D]. Each sequence sees itself alone.
+
+    Keys are gathered once for all pieces and split: the gradient of many small gathers would fill the whole row with
+    zeros for each of them.
+    """
+    if packing.keys_K is not None:
+        k_1HTD, v_1HTD = k_1HTD.index_select(2, packing.keys_K), v_1HTD.index_select(2, packing.keys_K)
+    counts = [p.keys for p in packing.pieces]
+    queries = q_1QTD.split([p.queries for p in packing.pieces], 2)
+    outs = [
+        _attend(q, k, v, piece.mask_bn, scale)
+        for q, k, v, piece in zip(
+            queries, k_1HTD.split(counts, 2), v_1HTD.split(counts, 2), packing.pieces, strict=True
+        )
+    ]
     return torch.cat(outs, 2).transpose(1, 2).contiguous()
 
 
-def _block_attention(q_1QTD: Tensor, k_1HTD: Tensor, v_1HTD: Tensor, block: Block, scale: float) -> Tensor:
-    """[1, Q, b, D]. Query groups are folded into the query length, so keys and values are not repeated."""
-    Q, D, H = q_1QTD.shape[1], q_1QTD.shape[3], k_1HTD.shape[1]
-    b, G = block.stop - block.start, Q // H
-    q_1HFD = q_1QTD[:, :, block.start : block.stop].reshape(1, H, G * b, D)
-    k_1HnD, v_1HnD = k_1HTD.index_select(2, block.keys_n), v_1HTD.index_select(2, block.keys_n)
-    mask_Fn = block.mask_bn.repeat(G, 1)
-    out = F.scaled_dot_product_attention(q_1HFD, k_1HnD, v_1HnD, mask_Fn, scale=scale)
+def _attend(q_1QbD: Tensor, k_1HnD: Tensor, v_1HnD: Tensor, mask_bn: Tensor | None, scale: float) -> Tensor:
+    """[1, Q, b, D]. Keys and values are never repeated for their query groups."""
+    if mask_bn is None:
+        return F.scaled_dot_product_attention(q_1QbD, k_1HnD, v_1HnD, is_causal=True, scale=scale, enable_gqa=True)
+    _, Q, b, D = q_1QbD.shape
+    H = k_1HnD.shape[1]
+    q_1HFD = q_1QbD.reshape(1, H, Q // H * b, D)  # groups folded into the query length
+    out = F.scaled_dot_product_attention(q_1HFD, k_1HnD, v_1HnD, mask_bn.repeat(Q // H, 1), scale=scale)
     return out.view(1, Q, b, D)
 
 

@@ -114,6 +114,9 @@ class RecordPlan:
         reports = [json.loads((self.path(p) / "report.json").read_text()) for p in range(self.parts)]
         return sum((Report(**r) for r in reports), Report())
 
+    def rows_of(self, part: int) -> int:
+        return len(self._rows(part))
+
     def _rows(self, part: int) -> tuple[Row, ...]:
         return self.rows[part * self.rows_per_part : (part + 1) * self.rows_per_part]
 
