@@ -201,13 +201,18 @@ class Token2Wav(Protocol):
 
 def load_token2wav(folder: str | Path) -> Token2Wav:
     """Token2Wav over a checkpoint's `assets/token2wav`; needs CUDA and the optional package `minicpmo-utils`.
-    ValueError saying how to get it where it is not installed."""
+    ValueError saying how to get it where it is not installed.
+
+    It is that package which reads those files, a YAML with object tags among them: load it from a checkpoint that you
+    trust.  Everything else of this project reads tensors only.
+    """
     try:
         from stepaudio2 import Token2wav
     except ImportError as error:
         raise ValueError(
-            f"MiniCPM-o's voice needs the package minicpmo-utils with its extra tts ({error}): "
-            "pip install 'minicpmo-utils[tts]', or go without sound"
+            f"MiniCPM-o's voice needs the package minicpmo-utils ({error}): pip install --no-deps minicpmo-utils, and "
+            "pip install torchaudio onnxruntime onnx hyperpyyaml einops librosa (its own extra asks for an older "
+            "transformers); or go without sound"
         ) from error
     return Token2wav(str(folder))
 
