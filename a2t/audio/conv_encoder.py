@@ -70,7 +70,11 @@ class ConvBlock(nn.Module):
         keep = past_BKD.shape[1]
         # the depthwise convolution as shifted sums: faster on CPU than Conv1d with groups
         w_DK, T = self.depth.weight[:, 0], x_BTD.shape[1]
-        y_BTD = sum(h_BTD[:, k : k + T] * w_DK[:, k] for k in range(w_DK.shape[1])) + self.depth.bias
+        y_BTD = h_BTD[:, :T] * w_DK[:, 0]
+        for k in range(1, w_DK.shape[1]):
+            y_BTD = y_BTD + h_BTD[:, k : k + T] * w_DK[:, k]
+        assert self.depth.bias is not None
+        y_BTD = y_BTD + self.depth.bias
         return x_BTD + self.down(F.gelu(self.up(y_BTD), approximate="tanh")), h_BTD[:, h_BTD.shape[1] - keep :]
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from random import Random
+from typing import Any
 
 from a2t.data import world
 from a2t.data.manifest import Row, Turn, Word
@@ -66,13 +67,13 @@ class Session:
         turns = []
         for x in self.said:
             s = x.sentence
-            extra = {"key": list(s.key), "value": s.value, "source": s.source, "answer_unit": x.answer_unit}
-            extra["pauses"] = [list(p) for p in x.pauses()]
+            extra: dict[str, Any] = {"key": list(s.key), "value": s.value, "source": s.source}
+            extra |= {"answer_unit": x.answer_unit, "pauses": [list(p) for p in x.pauses()]}
             answer = " ".join(s.answer) if s.answer else None
             turns.append(Turn(s.kind, x.start, x.end, " ".join(s.words), answer, extra))
         native = tuple(tuple(u) for u in self.native)
-        extra = {"prompt": " ".join(self.prompt)}
-        return Row(id, audio, float(self.units), speaker, split, tuple(self.words()), tuple(turns), native, extra)
+        about = {"prompt": " ".join(self.prompt)}
+        return Row(id, audio, float(self.units), speaker, split, tuple(self.words()), tuple(turns), native, about)
 
 
 class TimeLine:

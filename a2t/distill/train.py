@@ -112,7 +112,7 @@ class Distillation:
         part = folder.with_name(folder.name + ".part")
         shutil.rmtree(part, ignore_errors=True)
         save_adapter(self.student.peft, part, base=base)
-        names = {p: n for n, p in self.student.trainable().items()}
+        names: dict[Any, str] = {p: n for n, p in self.student.trainable().items()}
         tensors = {f"param.{n}": p.detach().cpu().contiguous() for p, n in names.items()}
         for p, state in self.optimizer.adam.state.items():
             tensors |= {f"{key}.{names[p]}": value.detach().cpu().contiguous() for key, value in state.items()}

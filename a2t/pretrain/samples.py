@@ -194,10 +194,10 @@ class Sampler:
         answering: dict[int, tuple[tuple[str, ...], str]] = {}
         for turn in row.turns:
             begin += len(turn.text.split())
-            key, value = tuple(turn.extra["key"]), turn.extra["value"]
-            if turn.kind == "fact" and (i := at_audio.get(frame_of[begin - 1])) is not None:
-                bind.append((i, *_key_and_colour(key)))
-                sources.setdefault((key, value), []).append(i)
+            key, value = tuple(turn.extra["key"]), str(turn.extra["value"])
+            if turn.kind == "fact" and (at := at_audio.get(frame_of[begin - 1])) is not None:
+                bind.append((at, *_key_and_colour(key)))
+                sources.setdefault((key, value), []).append(at)
                 if (after := at_audio.get(frame_of[begin - 1] + 1)) is not None:
                     sources[key, value].append(after)
             elif turn.kind == "question" and turn.extra["answer_unit"] is not None:
@@ -243,7 +243,8 @@ def _value_class(question: world.Sentence) -> int:
 def _facts_in_text(words: Sequence[str]) -> list[tuple[tuple[str, ...], str, int]]:
     """Facts stated in a prompt: (key, value, index of the value)."""
     values = {*world.PLACES, *world.FOODS, *world.HOURS}
-    found, key, colour = [], "", ""
+    found: list[tuple[tuple[str, ...], str, int]] = []
+    key = colour = ""
     for i, word in enumerate(words):
         if word in COLOUR_INDEX:
             colour = word
@@ -271,10 +272,19 @@ def _stretch(rng: Random, layout: Layout) -> np.ndarray:
 
 def _keep(sample: Sample, keep_T: np.ndarray) -> Sample:
     new = np.cumsum(keep_T) - 1
-    arrays = (sample.ids_T, sample.audio_T, sample.positions_T, sample.targets_T, sample.weights_T, sample.classes_T)
     bind = [(int(new[i]), k, c) for i, k, c in sample.bind if keep_T[i]]
     guide = [(int(new[i]), s) for i, src in sample.guide if (s := [int(new[j]) for j in src if keep_T[j]])]
-    return Sample(*(a[keep_T] for a in arrays), bind=bind, guide=guide, row=sample.row)
+    return Sample(
+        sample.ids_T[keep_T],
+        sample.audio_T[keep_T],
+        sample.positions_T[keep_T],
+        sample.targets_T[keep_T],
+        sample.weights_T[keep_T],
+        sample.classes_T[keep_T],
+        bind,
+        guide,
+        sample.row,
+    )
 
 
 assert AUDIO_ID == -1  # samples mark audio positions by the same value

@@ -95,4 +95,6 @@ def test_guided_attention_is_the_layers_own(sampler: Sampler) -> None:
         loss, _ = watch.losses(head, [sample])
     p_HTT = out.attentions[3][0]
     want = [-p_HTT[h, at, sources].sum().log() for at, sources in sample.guide for h in range(2)]
-    assert float(loss) == pytest.approx(float(torch.stack(want).mean()), abs=1e-6)  # eager attention takes its softmax in float32
+    assert float(loss) == pytest.approx(
+        float(torch.stack(want).mean()), abs=1e-6
+    )  # eager attention takes its softmax in float32
