@@ -85,6 +85,15 @@ class Guest:
     news: asyncio.Event = field(default_factory=asyncio.Event)
     last_poll: float = field(default_factory=time.monotonic)
 
+    def begin(self, engine: Engine, config: ConversationConfig, session: str) -> Conversation:
+        """In the engine's thread, as `leave` is: whoever asked may be gone when it happens."""
+        self.conversation = engine.open(config, id=session)
+        return self.conversation
+
+    def leave(self, engine: Engine) -> None:
+        if self.conversation is not None:
+            engine.close(self.conversation)
+
 
 class EngineHost:
     """Open, push, poll and close conversations on one engine. As a Ray actor: `ray.remote(EngineHost)`."""
@@ -139,10 +148,9 @@ class EngineHost:
         self._asyncio = asyncio.get_running_loop()
         try:
             config = self._conversation_config(options)
-            conversation = await self._do(lambda engine: engine.open(config, id=session))
+            conversation = await self._do(lambda engine: guest.begin(engine, config, session))
         except ValueError as error:
             return Failure("invalid_config", str(error))
-        guest.conversation = conversation
         guest.voice = self._speech.open() if options.speech else None
         return {
             "max_kv_tokens": config.budget,
@@ -294,10 +302,7 @@ class EngineHost:
             return None
         guest.end = guest.end or SessionEnd("closed")
         guest.news.set()
-        conversation = guest.conversation
-        if conversation is None or self._dead is not None:
-            return None
-        return self._loop.do(lambda engine: engine.close(conversation))
+        return None if self._dead is not None else self._loop.do(guest.leave)
 
     def _sweep(self) -> None:
         """Frees rows that were promised and never used, or whose session nobody polls any more."""

@@ -37,6 +37,7 @@ class StepLoop:
 
     def do(self, action: Callable[[Engine], T]) -> Future[T]:
         future: Future[T] = Future()
+        future.set_running_or_notify_cancel()  # it will be done, whether or not somebody still waits for it
 
         def run() -> None:
             try:

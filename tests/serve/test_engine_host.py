@@ -241,3 +241,19 @@ async def test_a_lost_engine_ends_the_session_with_its_transcript(host: EngineHo
     assert batch.end.failure is not None
     assert batch.end.failure.code == "engine_lost"
     assert session.view()["units"] == 4
+
+
+async def test_a_caller_that_stops_waiting_breaks_nothing(host: EngineHost, second: np.ndarray) -> None:
+    for attempt in range(20):
+        name = f"s{attempt}"
+        assert await host.reserve(name)
+        opening = asyncio.create_task(host.open(name, SessionOptions()))
+        await asyncio.sleep(0.002 * (attempt % 5))
+        opening.cancel()
+        closing = asyncio.create_task(host.close(name))
+        await asyncio.sleep(0)
+        closing.cancel()
+    await opened(host, "a")
+    await opened(host, "b")  # both rows are free again
+    await host.push("b", 1, second, False)
+    await fetch(host, "b", 1)
