@@ -119,7 +119,7 @@ def test_a_unit_costs_the_same_however_long_the_stream() -> None:
         spent.append(time.process_time() - start)
         held.append(mel.nbytes)
     early, late = np.median(spent[30:150]), np.median(spent[-120:])
-    assert late < 1.5 * early + 2e-4
+    assert late < 2 * early + 5e-4  # a busy machine is uneven; the whole-buffer form grows thirtyfold
     assert max(held) == StreamingMel.largest_nbytes()
     assert max(held[-120:]) == max(held[:120])
     print(f"median ms a unit: {1e3 * early:.3f} early, {1e3 * late:.3f} late; {max(held)} bytes at most")
