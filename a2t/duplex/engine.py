@@ -86,10 +86,10 @@ class Engine:
 
     def open(self, config: ConversationConfig | None = None, id: str | None = None) -> Conversation:
         """Admits a conversation; its system prompt is fed with the next step. ArenaFull if every row is taken."""
-        conversation = self.admit(config or ConversationConfig(), id)
-        prompt = conversation.config.system_prompt
-        prompt = self.model.default_prompt if prompt is None else prompt
-        ids = self.model.tokenizer.encode(prompt) if prompt else []
+        config = config or ConversationConfig()
+        prompt = self.model.default_prompt if config.system_prompt is None else config.system_prompt
+        ids = self.model.tokenizer.encode(prompt) if prompt else []  # may refuse the prompt: before a row is taken
+        conversation = self.admit(config, id)
         room = self.arena.capacity - self.unit_room(conversation)
         if len(ids) > room:
             self.close(conversation)
