@@ -1,6 +1,8 @@
-"""The endpoint: a Serve ingress with the realtime websocket and the REST views, and session actors on Ray."""
+"""The endpoint: a Serve ingress with the realtime websocket and the REST views, and session actors on Ray.
 
-from __future__ import annotations
+Annotations are evaluated here (no `from __future__ import annotations`): Serve sends the class by value, and FastAPI
+could not look their names up where it arrives.
+"""
 
 import asyncio
 from typing import Any
