@@ -116,7 +116,8 @@ class Lines:
         self.n += n
         if self.n == self.total or time.monotonic() - self.printed >= self.every_s:
             self.printed = time.monotonic()
-            print(f"{self.desc}: {self.n}/{self.total}", flush=True)
+            sys.stdout.write(f"{self.desc}: {self.n}/{self.total}\n")
+            sys.stdout.flush()
 
     def close(self) -> None: ...
 
@@ -166,6 +167,7 @@ def fit(work: Callable[[dict[str, Any]], None], args: argparse.Namespace, name: 
     through; what stopped it is printed.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # it shows every line of a worker twice
     alone = "RAY_ADDRESS" not in os.environ
     if alone:
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # nobody else can reach a cluster of one process tree
