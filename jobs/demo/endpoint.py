@@ -51,11 +51,9 @@ class Endpoint:
 
     def stop(self) -> None:
         import ray
-        from ray import serve
 
         if ray.is_initialized():
-            serve.shutdown()
-            ray.shutdown()
+            ray.shutdown()  # it started the cluster, so all that runs there ends with it
 
 
 def free_port(wanted: int | None) -> int:
