@@ -37,7 +37,7 @@ class Endpoint:
             ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
             serve.start(http_options={"host": "127.0.0.1", "port": port})
             serve.run(app(AppArgs(**self.settings)), name="a2t")
-        except RuntimeError as error:
+        except (RuntimeError, TimeoutError) as error:
             self.stop()
             logs = "/tmp/ray/session_latest/logs"
             raise Trouble(f"the endpoint did not come up; Ray's logs are in {logs}\n{error}") from error

@@ -49,7 +49,8 @@ def perfect(row: Row) -> Talk:
                 "unit": unit, "listening": native[-1] == "<|listen|>", "end_of_turn": "<|turn_eos|>" in native,
                 "response": " ".join(said), "transcript": " ".join(words.get(unit, [])), "unit_ms": 50.0 + unit % 2,
                 "positions": 20, "evicted": evicted, "peak": held + evicted,
-                "residents": {"prefix": 4, "audio": held - 4}, "segment_closed_by": "model", "forwards": 4, "encoder_bytes": 10, "kv_bytes": 100, "missed": False,
+                "residents": {"prefix": 4, "audio": held - 4},
+                "segment_closed_by": "model", "forwards": 4, "encoder_bytes": 10, "kv_bytes": 100, "missed": False,
             }
         )  # fmt: skip
         if said:
