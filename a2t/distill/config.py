@@ -102,19 +102,26 @@ PRESETS: dict[str, DistillConfig] = {
     # The embedded model: far fewer parameters, so a higher rate; joined streams, because short utterances alone do not
     # teach it to read its own text minutes later.
     "embedded": DistillConfig(
-        learning_rate=1e-3,
+        epochs=7,
+        learning_rate=1.5e-3,
         global_batch=8,
         step_units=400,
         warmup=0.05,
         final_rate=0.02,
         betas=(0.9, 0.98),
-        join_units=200,
+        join_units=300,
         join_share=0.7,
-        eviction=EvictionSettings(probability=0.7, high=2500),
+        eviction=EvictionSettings(probability=0.7, high=4000),
     ),
-    # The embedded model on the paper's data: the same rates, each utterance alone.
+    # The embedded model on the paper's data, each utterance alone: what the joined streams start from.
     "embedded-alone": DistillConfig(
-        learning_rate=1e-3, global_batch=16, step_units=400, warmup=0.05, final_rate=0.02, betas=(0.9, 0.98)
+        epochs=11,
+        learning_rate=2.5e-3,
+        global_batch=16,
+        step_units=200,
+        warmup=0.05,
+        final_rate=0.02,
+        betas=(0.9, 0.98),
     ),
 }
 
