@@ -50,7 +50,9 @@ class Screen:
         self._console, self._quiet = console, quiet
         self._words, self._totals = Words(), Totals()
         self._dialogue = Dialogue(self._words.decode)
-        self.view = LiveView(self._dialogue, self._totals, budget, seconds)
+        # open lines are shown below on a terminal only: printed into a log, they would stand there twice
+        below = self._dialogue if console.is_terminal else Dialogue(self._words.decode)
+        self.view = LiveView(below, self._totals, budget, seconds)
 
     def show(self, event: dict[str, Any]) -> None:
         stats = unit_stats(event)
