@@ -69,6 +69,14 @@ def espeak_speech() -> SpeechDecoder:
     return EspeakSpeech(lambda text: engine.say(text).pcm_S, ESPEAK_RATE)
 
 
+def warm_up(engine: Engine, seconds: int = 2) -> None:
+    """A short silent conversation, so that the first caller does not pay for what is set up on first use."""
+    conversation = engine.open()
+    engine.push(conversation, np.zeros(seconds * engine.model.encoder.samples_per_unit, np.float32))
+    engine.run()
+    engine.close(conversation)
+
+
 @dataclass
 class Guest:
     """A session on this engine: first a promise of a row, then its conversation and the results not fetched yet."""
@@ -111,6 +119,7 @@ class EngineHost:
         self._dead: BaseException | None = None
         self._asyncio: asyncio.AbstractEventLoop  # set by the first call: an actor is made outside its event loop
         engine = Engine(self._model, rows=config.rows + 1, capacity=config.capacity)
+        warm_up(engine)
         self._loop = StepLoop(engine, self._hand_over, self._row_full, self._engine_died)
 
     # -- what placement and the deployment ask -------------------------------------------------------------------

@@ -13,7 +13,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import numpy as np
@@ -74,8 +74,9 @@ def demo(args: argparse.Namespace) -> int:
         report(console, args.out, args.budget, row, pcm_S, bounded, unbounded)
         if args.keep:
             console.print(f"\na2t: the endpoint stays up at {address}, model {NAME}; Ctrl-C ends it")
-            while True:
-                time.sleep(3600)
+            with suppress(KeyboardInterrupt):
+                while True:
+                    time.sleep(3600)
     return 0
 
 

@@ -19,6 +19,7 @@ RATE = 16_000
 AHEAD = 4
 """Seconds of audio under way before results come back: enough that the engine never waits for the client."""
 STALLED_S = 60.0
+CONNECT_S = 120.0  # a place in the line, and a process of its own on what may be a busy machine
 
 OnUnit = Callable[[dict[str, Any]], None]
 
@@ -84,7 +85,8 @@ async def hold(
             talk.speech[event["unit"]] = np.frombuffer(base64.b64decode(event["audio"]), "<f4")
 
     key = os.environ.get("A2T_API_KEY", "none-needed-here")
-    client = RealtimeClient(api_key=key, base_url=address, websocket_factory=Tap(read_along).connect)
+    factory = Tap(read_along).connect
+    client = RealtimeClient(api_key=key, base_url=address, connect_timeout=CONNECT_S, websocket_factory=factory)
     start = time.perf_counter()
     try:
         config = RealtimeConfig(max_kv_tokens=budget)
