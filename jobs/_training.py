@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="changes one setting, e.g. epochs=2 or eviction.high=2000 (a2t/distill/config.py lists them)",
     )
-    parser.add_argument("--workers", type=int, default=2, help="Ray Train workers")
+    parser.add_argument("--workers", type=int, default=2, help="Ray Train workers; 0 runs in this process")
     parser.add_argument("--gpu", action="store_true", help="one GPU a worker (default: CPU, gloo)")
     parser.add_argument("--threads", type=int, default=1, help="threads a CPU worker computes with")
 
@@ -58,8 +58,8 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None, required:
         parser.error(str(error))
     if missing := [name for name in required if getattr(args, name) is None]:
         parser.error("the job needs " + ", ".join("--" + name.replace("_", "-") for name in missing))
-    if args.workers < 1 or args.threads < 1:
-        parser.error("--workers and --threads are at least 1")
+    if args.workers < 0 or args.threads < 1:
+        parser.error("--workers is at least 0, --threads at least 1")
     return args
 
 
@@ -176,7 +176,7 @@ def fit(work: Callable[[dict[str, Any]], None], args: argparse.Namespace, name: 
     from ray.train.torch import TorchConfig, TorchTrainer
     from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
 
-    if not ray.is_initialized():
+    if args.workers and not ray.is_initialized():
         threads = {"OMP_NUM_THREADS": str(args.threads), "TOKENIZERS_PARALLELISM": "false"}
         options: dict[str, Any] = {"runtime_env": {"env_vars": threads}}
         if alone:
@@ -201,7 +201,7 @@ def fit(work: Callable[[dict[str, Any]], None], args: argparse.Namespace, name: 
         for rank, error in sorted(failure.worker_failures.items()):
             print(f"{name}: worker {rank} failed: {_reason(error)}", file=sys.stderr)
         return False
-    except TrainingFailedError as failure:
+    except (TrainingFailedError, ValueError) as failure:  # without workers a ValueError comes as it is
         print(f"{name}: {failure}", file=sys.stderr)
         return False
     return True

@@ -72,7 +72,9 @@ def work(job: dict[str, Any]) -> None:
             start_from=job["start_from"],
             wrap=lambda student: prepare_model(student, move_to_device=False),
             on_step=on_step,
-            on_checkpoint=on_checkpoint,
+            on_checkpoint=on_checkpoint
+            if job["workers"]
+            else None,  # without workers the folder is what is gone on from
             resume_from=resume_from,
             checkpoint_seconds=job["checkpoint_seconds"],
         )
