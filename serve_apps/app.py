@@ -7,9 +7,9 @@ serve deploy serve_apps/app.yaml                          on a running cluster
 client --websocket--> gateway --> session actor (one a conversation) --> engine host (one a GPU)
                          |
                      placement (the waiting line)
-"""
 
-from __future__ import annotations
+Annotations are evaluated here (no `from __future__ import annotations`): Serve reads the builder's.
+"""
 
 import asyncio
 import logging

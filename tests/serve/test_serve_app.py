@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import yaml
 from openbmb_realtime import RealtimeClient
+from ray.serve import Application
+from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
 from ray.serve.schema import ServeDeploySchema
 
 from jobs.demo.call import hold
@@ -79,4 +81,5 @@ def test_deploy_file_is_valid_and_names_what_exists() -> None:
     (application,) = config.applications
     assert application.import_path == f"{app.__module__}:{app.__name__}"
     args = AppArgs.model_validate(application.args)
+    assert isinstance(call_user_app_builder_with_args_if_necessary(app, application.args), Application)
     assert args.model == f"{embedded.__module__}:{embedded.__name__}"
