@@ -8,9 +8,8 @@ alone; nothing generic relies on it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -250,11 +249,3 @@ class StreamingConvEncoder:
                 states[n].caches = {k: v[row : row + 1].clone() for k, v in caches.items()}
                 out[n] = e_NTD[row]
         return torch.stack([e for e in out if e is not None])
-
-
-def config_to_json(config: EncoderConfig) -> dict[str, Any]:
-    return asdict(config)
-
-
-def parameters_in_millions(module: nn.Module) -> float:
-    return math.fsum(p.numel() for p in module.parameters()) / 1e6

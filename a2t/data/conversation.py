@@ -85,10 +85,9 @@ class TimeLine:
         self.now = rng.uniform(0.2, 1.0)
         self._native: dict[int, list[str]] = {}
 
-    def say(self, sentence: Sentence, at: float | None = None) -> Said:
-        """Speaks at `at` (now), and lets the assistant answer; time goes on after both."""
-        begin = self.now if at is None else at
-        said = self._place(sentence, begin)
+    def say(self, sentence: Sentence) -> Said:
+        """Speaks now, and lets the assistant answer; time goes on after both."""
+        said = self._place(sentence, self.now)
         self.said.append(said)
         if sentence.answer is None:
             self.now = max(self.now, said.end + self.rng.uniform(0.4, 2.0))
@@ -181,9 +180,8 @@ def converse(rng: Random, speak: Speak, plan: Plan, held_out: bool) -> Session:
         if left and (not asking or plan.mixed) and rng.random() < pace:
             if facts and rng.random() < len(facts) / left:
                 fact = facts.pop()
-                sentence = world.with_pause(rng, world.state_fact(rng, fact), plan.pause_chance)
-                line.say(sentence)
-                stated.append((fact, _index(line, sentence)))
+                line.say(world.with_pause(rng, world.state_fact(rng, fact), plan.pause_chance))
+                stated.append((fact, len(line.said) - 1))
             else:
                 person = to_arrive.pop(0)
                 line.say(world.with_pause(rng, world.arrive(rng, person), plan.pause_chance))
@@ -222,10 +220,6 @@ def _draw_facts(rng: Random, plan: Plan, held_out: bool) -> list[world.Fact]:
             facts.append(fact)
     rng.shuffle(facts)
     return facts
-
-
-def _index(line: TimeLine, sentence: Sentence) -> int:
-    return next(i for i, s in enumerate(line.said) if s.sentence is sentence)
 
 
 def imagined_speech(rng: Random) -> Speak:

@@ -31,6 +31,11 @@ def dev(folder: Path, shards: int = 2) -> Path:
     return write_corpus(folder, parts, seed=1, split="dev", shards=shards)
 
 
-def held_out(folder: Path, sessions: int = 20, seed: int = 0, shards: int = 2) -> Path:
-    """Held-out sentences, held-out combinations, held-out voices: ten-minute conversations."""
-    return write_corpus(folder, [Part("ten", TEN_MINUTES, sessions=sessions, vary=False)], 1000 + seed, "test", shards)
+def held_out(folder: Path, sessions: int = 20, seed: int = 0, shards: int = 2, minutes: float = 10) -> Path:
+    """Held-out sentences, held-out combinations, held-out voices: ten-minute conversations, or shorter ones of the
+    same make."""
+    ten, scale = TEN_MINUTES, minutes / 10
+    plan = replace(
+        ten, seconds=60 * minutes, facts=max(1, round(ten.facts * scale)), arrivals=round(ten.arrivals * scale)
+    )
+    return write_corpus(folder, [Part("ten", plan, sessions=sessions, vary=False)], 1000 + seed, "test", shards)

@@ -24,7 +24,6 @@ from torch import Tensor
 from a2t.distill.batches import plan_joins
 from a2t.distill.config import DistillConfig
 from a2t.distill.sequences import Example, join, join_id
-from a2t.duplex.protocol import UnitTokens
 
 SHARD_BYTES = 256 * 2**20
 
@@ -209,8 +208,3 @@ def with_segments(
     natives = [tuple(n) for n in native] + [(listen,)] * (count - len(native))
     texts = [tuple(s) or None for s in segments] + [None] * (count - len(segments))
     return natives, texts
-
-
-def strip_segments(example: Example) -> Example:
-    """The native side alone."""
-    return Example(example.id, example.prefix, tuple(UnitTokens(u.native) for u in example.units), example.audio_AD)

@@ -20,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, Qwen3Model
 from transformers.masking_utils import sdpa_mask
 
 from a2t.kv.attention import arena_attention
+from a2t.models.language import NO_MASK
 
 NAME = "a2t_packed"
 BLOCK = 256
@@ -135,7 +136,7 @@ def packed_forward(decoder: Qwen3Model, e_TD: Tensor, positions_T: Tensor, packi
     out = decoder(
         inputs_embeds=e_TD[None],
         position_ids=positions_T[None],
-        attention_mask={"full_attention": None},  # the packing is the mask
+        attention_mask=NO_MASK,  # the packing is the mask
         use_cache=False,
         a2t_packing=packing,
     )

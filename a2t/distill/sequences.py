@@ -110,8 +110,12 @@ class Pair:
 
 def native_layout(tokens: SpecialTokens, example: Example) -> Layout:
     """What the teacher saw: no segments."""
-    native = [replace(u, segment=None) for u in example.units]
-    return lay_out(tokens, example.prefix, native, example.audio_per_unit)
+    return lay_out(tokens, example.prefix, strip_segments(example).units, example.audio_per_unit)
+
+
+def strip_segments(example: Example) -> Example:
+    """The native side alone."""
+    return replace(example, units=tuple(replace(u, segment=None) for u in example.units))
 
 
 def pair(tokens: SpecialTokens, example: Example) -> Pair:

@@ -134,12 +134,6 @@ class StreamingWhisper:
     def device(self) -> torch.device:
         return self.encoder.conv1.weight.device
 
-    @property
-    def bytes_per_frame(self) -> int:
-        """Of the encoder's cache, 50 frames a unit."""
-        layers, two, heads, _, width = self._shape
-        return layers * two * heads * width * self.dtype.itemsize
-
     def new_state(self) -> WhisperState:
         return WhisperState(self._shape, self.mels, self.dtype, self.device)
 

@@ -83,13 +83,18 @@ def _mel_rows(manifest: Path, rows: list[Row]) -> Iterator[np.ndarray]:
         yield mel(torch.from_numpy(padded)[None])[0].view(-1, FRAMES, MELS).half().numpy()
 
 
-def word_ends(row: Row, ids: dict[str, int]) -> np.ndarray:
-    """[units * 10] token id in the 100 ms frame where its word ends, 0 elsewhere; a taken frame pushes to the next."""
-    out = np.zeros(row.units() * PER_UNIT, np.int64)
-    last = -1
+def word_frames(row: Row) -> list[int]:
+    """The 100 ms frame in which each word's end is due; a taken frame pushes to the next."""
+    frames: list[int] = []
     for word in row.words:
-        frame = max(int((word.end + WORD_END_DELAY) * PER_UNIT), last + 1)
+        frames.append(max(int((word.end + WORD_END_DELAY) * PER_UNIT), frames[-1] + 1 if frames else 0))
+    return frames
+
+
+def word_ends(row: Row, ids: dict[str, int]) -> np.ndarray:
+    """[units * 10] token id in the 100 ms frame where its word ends, 0 elsewhere."""
+    out = np.zeros(row.units() * PER_UNIT, np.int64)
+    for word, frame in zip(row.words, word_frames(row), strict=True):
         if frame < len(out):
             out[frame] = ids[word.word]
-            last = frame
     return out

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from a2t.models.language import NO_MASK
 from a2t.models.tiny import TinyModules
 from a2t.pretrain.features import Corpus
 from a2t.pretrain.guidance import Guidance, Watch
@@ -81,7 +82,7 @@ class LanguageTrainer:
             e_BTD = e_BTD.index_put((rows, torch.cat(where)), self.modules.hear(torch.from_numpy(states)))
         # causal and padded on the right: padding changes nothing before it, so no mask is needed
         h_BTD = self.modules.llm.model(
-            inputs_embeds=e_BTD, position_ids=positions, attention_mask={"full_attention": None}, use_cache=False
+            inputs_embeds=e_BTD, position_ids=positions, attention_mask=NO_MASK, use_cache=False
         ).last_hidden_state
         chosen = target >= 0
         return self.modules.llm.lm_head(h_BTD[chosen]), target[chosen], weight[chosen], kind[chosen]
@@ -129,15 +130,16 @@ class Heard:
     def __init__(self, corpus: Corpus, modules: TinyModules):
         self.corpus, self.modules = corpus, modules
         self.by_length = sorted(range(len(corpus.rows)), key=lambda n: corpus.rows[n].units())
-        self.units = np.cumsum([corpus.rows[n].units() for n in self.by_length])
+        self.lengths = np.array([corpus.rows[n].units() for n in self.by_length])
+        self.up_to = np.cumsum(self.lengths)  # units of all sessions up to this one
 
     def states(self, sample: Sample) -> np.ndarray:
         return self.corpus.of(sample.row)
 
     def draw(self, rng: Random, trainer: LanguageTrainer, longest: int, drop: float) -> list[Sample]:
         """Neighbours in length from a random place, every second of audio equally likely."""
-        last = int(np.searchsorted([self.corpus.rows[n].units() for n in self.by_length], longest, side="right"))
-        at = int(np.searchsorted(self.units, rng.randrange(int(self.units[last - 1])), side="right"))
+        last = int(np.searchsorted(self.lengths, longest, side="right"))
+        at = int(np.searchsorted(self.up_to, rng.randrange(int(self.up_to[last - 1])), side="right"))
         near = iter([rng.randint(max(0, at - 40), min(last - 1, at + 40)) for _ in range(200)])
 
         def make() -> Sample:

@@ -19,7 +19,7 @@ from a2t.data.manifest import Row
 from a2t.duplex.protocol import AUDIO_ID, Layout, SpecialTokens, UnitTokens, lay_out, text_question_layout
 from a2t.kv.kinds import Kind
 from a2t.models.tiny import WordTokenizer
-from a2t.pretrain.features import word_ends
+from a2t.pretrain.features import word_ends, word_frames
 
 MAX_POSITION = 13_000
 KEYS = [*world.THINGS, *world.PEOPLE, *world.EVENTS]
@@ -180,10 +180,7 @@ class Sampler:
     def _guidance(self, row: Row, layout: Layout) -> tuple[list[tuple[int, int, int]], list[tuple[int, list[int]]]]:
         """Where a fact's value stands, and from where an answer must look at it."""
         at_audio = {a: i for i, a in enumerate(layout.audio_index) if a >= 0}
-        frame_of, last = [], -1
-        for word in row.words:  # as in features.word_ends
-            last = max(int((word.end + 0.06) * PER_UNIT), last + 1)
-            frame_of.append(last)
+        frame_of = word_frames(row)
         bind: list[tuple[int, int, int]] = []
         sources: dict[tuple[tuple[str, ...], str], list[int]] = {}
         prompt = row.extra.get("prompt", "").split()

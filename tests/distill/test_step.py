@@ -10,8 +10,7 @@ from peft import PeftModel
 
 from a2t.distill.batches import Sequences, collate, counts_of
 from a2t.distill.config import DistillConfig, LoraSettings
-from a2t.distill.corpus import strip_segments
-from a2t.distill.sequences import pair
+from a2t.distill.sequences import pair, strip_segments
 from a2t.distill.step import Optimizer, Student, train_step
 from a2t.distill.teacher import frozen_hidden
 from a2t.duplex.protocol import SpecialTokens

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from a2t.distill.config import DistillConfig, LoraSettings
-from a2t.distill.corpus import Examples, strip_segments
-from a2t.distill.sequences import Example, native_layout
+from a2t.distill.corpus import Examples
+from a2t.distill.sequences import Example, native_layout, strip_segments
 from a2t.distill.step import Student
 from a2t.distill.teacher import StorePlan, TeacherStore, model_hash, write_store
 from a2t.duplex.protocol import AUDIO_ID, UnitTokens
