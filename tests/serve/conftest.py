@@ -5,6 +5,8 @@ import os
 import numpy as np
 import pytest
 
+from tests.serve.prometheus import prometheus as prometheus  # a fixture
+
 # Serve reads it where its controller starts: 5 s are too few on a busy machine
 os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
 
