@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
-import pytest
 import yaml
 from openbmb_realtime import RealtimeClient
 from ray.serve import Application
@@ -18,31 +15,7 @@ from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
 from ray.serve.schema import ServeDeploySchema
 
 from jobs.demo.call import hold
-
-MODEL = "random"
-
-
-@pytest.fixture(scope="module")
-def address(ray_cluster: Any) -> Iterator[str]:
-    from ray import serve
-
-    from serve_apps.app import AppArgs, app
-
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    serve.start(http_options={"host": "127.0.0.1", "port": port})
-    args = AppArgs(
-        name=MODEL,
-        model="tests.serve.local:small_model",
-        rows=1,
-        capacity=1024,
-        busy_share=1e6,  # admission by rows alone: this machine may be busy with something else
-        namespace="a2t-test",
-    )
-    serve.run(app(args), name="a2t-test", route_prefix="/")
-    yield f"http://127.0.0.1:{port}"
-    serve.delete("a2t-test")
+from tests.serve.conftest import MODEL, named
 
 
 async def test_two_callers_and_one_row(address: str, ray_cluster: Any) -> None:
@@ -68,8 +41,7 @@ async def test_two_callers_and_one_row(address: str, ray_cluster: Any) -> None:
         for session, units in ((first.id, 0), (talk.session_id, 6)):
             view = (await http.get(f"/v1/sessions/{session}")).json()
             assert (view["state"], view["units"], view["end"]["reason"]) == ("closed", units, "user_stop")
-    left = [a["name"] for a in ray_cluster.util.list_named_actors(all_namespaces=True) if a["namespace"] == "a2t-test"]
-    assert [name.split("/")[0] for name in left] == ["engine"]
+    assert [name.split("/")[0] for name in named(ray_cluster)] == ["engine"]
 
 
 def test_deploy_file_is_valid_and_names_what_exists() -> None:
