@@ -8,10 +8,11 @@ from pathlib import Path
 from a2t.data.conversation import Plan
 from a2t.data.synthesis import Part, write_corpus
 
-MIX = Part("mix", Plan(60, 5, 2, mixed=True, prompt_facts=0.15), hours=9)
-SHORT = Part("short", Plan(9, 1, 0, mixed=True), hours=2.5)
-LONG = Part("long", Plan(300, 8, 3, ask_from=0.45, ask_chance=0.4), hours=4)
-UTTERANCES = Part("utterance", Plan(10, 1, 0, mixed=True), hours=4)
+MIX = Part("mix", Plan(60, 5, 2, mixed=True, prompt_facts=0.15), hours=10)
+SHORT = Part("short", Plan(9, 1, 0, mixed=True), hours=3)
+LONG = Part("long", Plan(300, 8, 3, ask_from=0.45, ask_chance=0.4), hours=5)
+UTTERANCES = Part("utterance", Plan(10, 1, 0, mixed=True), hours=6)
+STREAMS = Part("stream", Plan(600, 22, 6, ask_from=0.35, ask_chance=0.7), hours=12)
 TEN_MINUTES = Plan(600, 13, 4)
 
 
@@ -23,11 +24,18 @@ def train(folder: Path, scale: float = 1.0, shards: int = 2) -> Path:
 def utterances(folder: Path, scale: float = 1.0, shards: int = 2) -> Path:
     """What the adapter is trained on: transcribed speech of at most 16 s a piece."""
     part = replace(UTTERANCES, hours=UTTERANCES.hours * scale)
-    return write_corpus(folder, [part], seed=2, split="train", shards=shards)
+    return write_corpus(folder, [part], seed=2, split="adapt", shards=shards)
+
+
+def streams(folder: Path, scale: float = 1.0, shards: int = 2) -> Path:
+    """Short utterances laid end to end in the order in which one speaker said them, five to twelve minutes long: what
+    is asked has been said minutes before, as it will be when the adapter is used."""
+    part = replace(STREAMS, hours=STREAMS.hours * scale)
+    return write_corpus(folder, [part], seed=3, split="adapt", shards=shards)
 
 
 def dev(folder: Path, shards: int = 2) -> Path:
-    parts = [Part("mix", MIX.plan, 0.2), Part("ten", TEN_MINUTES, sessions=4, vary=False)]
+    parts = [Part("mix", MIX.plan, 0.2), Part("ten", TEN_MINUTES, sessions=16, vary=False)]
     return write_corpus(folder, parts, seed=1, split="dev", shards=shards)
 
 

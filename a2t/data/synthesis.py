@@ -26,15 +26,26 @@ from a2t.data.world import Sentence
 
 RATE = 16_000
 ACCENTS = ("en-us", "en")
-VARIANTS = "f1 f2 f3 f5 m1 m2 m3 m4 m5 m6 Annie adam steph robert Michael Alex".split()
+VARIANTS = (
+    "f1 f2 f3 f5 m1 m2 m3 m4 m5 m6 m8 Alex Alicia Andrea Annie Denis Diogo Gene Gene2 Henrique Hugo Jacky Lee Marco "
+    "Mario Michael Mike Reed adam anika announcer antonio aunty edward edward2 ian iven iven2 iven3 marcelo michel "
+    "pablo pedro robert sandro steph steph2 victor"
+).split()
+ADAPT_VARIANTS = "boris caleb david ed gustave john kaukovalta miguel norbert quincy rob shelby travis zac".split()
 HELD_OUT_VARIANTS = "f4 m7 Andy belinda paul max".split()
 DEV_VARIANTS = "linda benjamin".split()
 VOICES = {
-    "train": tuple(f"{a}+{v}" for a in ACCENTS for v in VARIANTS),
-    "dev": tuple(f"{a}+{v}" for a in ACCENTS for v in DEV_VARIANTS),
-    "test": tuple(f"{a}+{v}" for a in ACCENTS for v in HELD_OUT_VARIANTS),
+    split: tuple(f"{a}+{v}" for a in ACCENTS for v in variants)
+    for split, variants in (
+        ("train", VARIANTS),
+        ("adapt", ADAPT_VARIANTS),
+        ("dev", DEV_VARIANTS),
+        ("test", HELD_OUT_VARIANTS),
+    )
 }
-"""Variants are disjoint between splits; `dev` is what may be tuned on, `test` is only ever reported."""
+"""Variants are disjoint between splits. The base model learns from `train` and the adapter from `adapt`, so that it
+meets the errors that the encoder makes on voices it does not know; `dev` is what may be tuned on, `test` is only ever
+reported."""
 
 
 @dataclass(frozen=True)

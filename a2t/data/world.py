@@ -71,6 +71,8 @@ STORY_REQUESTS = [
 ]
 STOPS = ["stop", "wait a moment", "please stop", "thank you that is enough"]
 DEFAULT_PROMPT = "i am your helper"
+REPEAT = "please tell me again"
+"""A typed request after some audio: write down all that was said (MiniCPM-o's prompted transcription)."""
 ANSWERED = frozenset({"question", "order_question", "command", "greeting", "story_request"})
 
 

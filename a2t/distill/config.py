@@ -99,29 +99,30 @@ class DistillConfig:
 PRESETS: dict[str, DistillConfig] = {
     # The paper's recipe, alone on short utterances.
     "paper": DistillConfig(),
-    # The embedded model: far fewer parameters, so a higher rate; joined streams, because short utterances alone do not
-    # teach it to read its own text minutes later.
+    # The embedded model: far fewer parameters, so a higher rate; utterances that one speaker said one after another,
+    # laid end to end, because short ones alone do not teach it to read its own text minutes later.
     "embedded": DistillConfig(
-        epochs=7,
+        epochs=9,
         learning_rate=1.5e-3,
         global_batch=8,
-        step_units=400,
+        step_units=600,
         warmup=0.05,
         final_rate=0.02,
         betas=(0.9, 0.98),
-        join_units=300,
-        join_share=0.7,
-        eviction=EvictionSettings(probability=0.7, high=4000),
+        max_seconds=None,
+        eviction=EvictionSettings(probability=0.85, floor=0.15, low=500, high=5000),
+        autocast="bfloat16",
     ),
     # The embedded model on the paper's data, each utterance alone: what the joined streams start from.
     "embedded-alone": DistillConfig(
-        epochs=11,
+        epochs=4,
         learning_rate=2.5e-3,
         global_batch=16,
         step_units=200,
         warmup=0.05,
         final_rate=0.02,
         betas=(0.9, 0.98),
+        autocast="bfloat16",
     ),
 }
 

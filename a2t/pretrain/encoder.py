@@ -19,7 +19,7 @@ WINDOW_UNITS = 10
 
 def train_encoder(
     encoder: ConvEncoder, train: Corpus, dev: Corpus, ids: dict[str, int], schedule: Schedule, folder: Path,
-    workers: Workers, windows: int = 4,
+    workers: Workers, windows: int = 6,
 ) -> None:  # fmt: skip
     """`windows` of 10 s a worker and step, cut anywhere in the corpus; two mel bands of up to 10 are hidden in each."""
     ends = [word_ends(row, ids) for row in train.rows]

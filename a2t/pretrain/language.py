@@ -21,6 +21,9 @@ from a2t.pretrain.loop import Schedule, Workers, run_phase
 from a2t.pretrain.samples import CLASSES, Sample, Sampler
 
 GUIDANCE_WEIGHT = 0.3
+REPEATS = 0.15
+"""Share of the steps that ask to repeat what was said: the base transcribes on request, and the side channel starts
+from a model that can."""
 BLANK = 0.97
 """A frame whose word head is this sure that no word ends may be left out of a training sequence."""
 
@@ -79,13 +82,15 @@ class LanguageTrainer:
             where = [torch.from_numpy(np.nonzero(s.audio_T >= 0)[0]) for s in samples]
             rows = torch.cat([torch.full_like(w, b) for b, w in enumerate(where)])
             states = np.concatenate([heard(s)[s.audio_T[s.audio_T >= 0]] for s in samples])
-            e_BTD = e_BTD.index_put((rows, torch.cat(where)), self.modules.hear(torch.from_numpy(states)))
+            e_BTD = e_BTD.index_put(
+                (rows, torch.cat(where)), self.modules.hear(torch.from_numpy(states)).to(e_BTD.dtype)
+            )
         # causal and padded on the right: padding changes nothing before it, so no mask is needed
         h_BTD = self.modules.llm.model(
             inputs_embeds=e_BTD, position_ids=positions, attention_mask=NO_MASK, use_cache=False
         ).last_hidden_state
         chosen = target >= 0
-        return self.modules.llm.lm_head(h_BTD[chosen]), target[chosen], weight[chosen], kind[chosen]
+        return self.modules.llm.lm_head(h_BTD[chosen]).float(), target[chosen], weight[chosen], kind[chosen]
 
     def batch(self, make: Callable[[], Sample]) -> list[Sample]:
         """Samples until the padded batch is full; at least one."""
@@ -100,7 +105,7 @@ class LanguageTrainer:
 
 
 def _fused(norm: Qwen3RMSNorm) -> Callable[[Tensor], Tensor]:
-    return lambda x: F.rms_norm(x, (x.shape[-1],), norm.weight, norm.variance_epsilon)
+    return lambda x: F.rms_norm(x, (x.shape[-1],), norm.weight.to(x.dtype), norm.variance_epsilon)
 
 
 def accuracies(logits_NV: Tensor, target_N: Tensor, class_N: Tensor) -> dict[str, float]:
@@ -117,9 +122,11 @@ def train_on_text(trainer: LanguageTrainer, schedule: Schedule, folder: Path, wo
 
     def loss(step: int, rng: Random) -> tuple[Tensor, dict[str, float]]:
         progress = step / schedule.steps
+        sampler, repeat = trainer.sampler, rng.random() < REPEATS
         if progress < 0.35 or rng.random() < 0.25:
-            return trainer.loss(trainer.batch(lambda: trainer.sampler.compact(rng, progress)), None)
-        return trainer.loss(trainer.batch(lambda: trainer.sampler.imagined(rng, (progress - 0.35) / 0.65)), None)
+            text = (lambda: sampler.repeated(rng)) if repeat else (lambda: sampler.compact(rng, progress))
+            return trainer.loss(trainer.batch(text), None)
+        return trainer.loss(trainer.batch(lambda: sampler.imagined(rng, (progress - 0.35) / 0.65, repeat)), None)
 
     run_phase("text", trainer.student, loss, schedule, folder, workers, seed)
 
@@ -150,6 +157,21 @@ class Heard:
 
         return trainer.batch(make)
 
+    def draw_prompted(self, rng: Random, trainer: LanguageTrainer, drop: float) -> list[Sample]:
+        """Pieces of up to 16 s from anywhere, each with the request to repeat it."""
+
+        def make() -> Sample:
+            while True:
+                at = int(np.searchsorted(self.up_to, rng.randrange(int(self.up_to[-1])), side="right"))
+                n = self.by_length[at]
+                blank = self._blank(n) if drop else None
+                sample = trainer.sampler.prompted(rng, self.corpus.rows[n], rng.randint(4, 16), drop, blank)
+                if sample is not None:
+                    sample.row = n
+                    return sample
+
+        return trainer.batch(make)
+
     @torch.no_grad()
     def _blank(self, n: int) -> np.ndarray:
         logits = self.modules.encoder.word_head(torch.from_numpy(self.corpus.of(n)))
@@ -166,6 +188,8 @@ def train_on_audio(
         if rng.random() < 0.1:
             return trainer.loss(trainer.batch(lambda: trainer.sampler.compact(rng, 1.0)), None)
         sparse = progress < 0.45
+        if rng.random() < REPEATS:
+            return trainer.loss(heard.draw_prompted(rng, trainer, 0.9 if sparse else 0.0), heard.states)
         longest = 100 if progress < 0.2 else 400
         return trainer.loss(heard.draw(rng, trainer, longest, 0.9 if sparse else 0.0), heard.states)
 
@@ -182,15 +206,17 @@ def evaluate_forced(
     """Accuracy by class with the gold past given; `offset` and `gap` (in the middle) shift the positions."""
     totals: dict[str, list[float]] = {}
     for n in range(min(limit, len(dev.corpus.rows))):
-        sample = trainer.sampler.session(Random(0), dev.corpus.rows[n], offset=False)
-        sample.row = n
-        sample.positions_T = sample.positions_T + offset
-        sample.positions_T[len(sample) // 2 :] += gap
-        logits, target, _, kind = trainer.predict([sample], dev.states)
-        right = logits.argmax(-1) == target
-        for c, name in enumerate(CLASSES):
-            if (kind == c).any():
-                entry = totals.setdefault(f"dev_{name}", [0.0, 0.0])
-                entry[0] += float(right[kind == c].sum())
-                entry[1] += float((kind == c).sum())
+        samples = [trainer.sampler.session(Random(0), dev.corpus.rows[n], offset=False)]
+        samples += [s for s in (trainer.sampler.prompted(Random(n), dev.corpus.rows[n], 16),) if s is not None]
+        for sample in samples:
+            sample.row = n
+            sample.positions_T = sample.positions_T + offset
+            sample.positions_T[len(sample) // 2 :] += gap
+            logits, target, _, kind = trainer.predict([sample], dev.states)
+            right = logits.argmax(-1) == target
+            for c, name in enumerate(CLASSES):
+                if (kind == c).any() and (sample is samples[0]) == (name != "transcript"):
+                    entry = totals.setdefault(f"dev_{name}", [0.0, 0.0])
+                    entry[0] += float(right[kind == c].sum())
+                    entry[1] += float((kind == c).sum())
     return {k: a / b for k, (a, b) in totals.items()}

@@ -64,7 +64,8 @@ def run_phase(
     evaluate: Callable[[], dict[str, float]] | None = None,
     evaluate_every: int = 500,
 ) -> None:
-    """Trains `module` in place. Resumes from folder/name.pt; a finished phase returns at once."""
+    """Trains `module` in place, matrix products in bfloat16. Resumes from folder/name.pt; a finished phase returns at
+    once."""
     folder.mkdir(parents=True, exist_ok=True)
     parameters = [p for p in module.parameters() if p.requires_grad]
     groups = [
@@ -85,7 +86,8 @@ def run_phase(
     for step in bar:
         for group in optimizer.param_groups:
             group["lr"] = schedule.at(step)
-        value, seen = loss(step, Random(f"{seed}/{name}/{step}/{workers.rank}"))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            value, seen = loss(step, Random(f"{seed}/{name}/{step}/{workers.rank}"))
         optimizer.zero_grad()
         value.backward()  # type: ignore[no-untyped-call]
         _average_gradients(parameters, workers)

@@ -7,7 +7,7 @@ offset up to `MAX_POSITION`: at inference they run on past everything that was e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 import numpy as np
@@ -25,8 +25,8 @@ MAX_POSITION = 13_000
 KEYS = [*world.THINGS, *world.PEOPLE, *world.EVENTS]
 KEY_INDEX = {k: i for i, k in enumerate(KEYS)}
 COLOUR_INDEX = {c: i + 1 for i, c in enumerate(world.COLOURS)}
-CLASSES = ("none", "listen", "speak", "thing", "colour", "person", "event", "order", "response", "end")
-LISTEN_WEIGHT, VALUE_WEIGHT = 0.3, 2.0
+CLASSES = ("none", "listen", "speak", "thing", "colour", "person", "event", "order", "response", "end", "transcript")
+LISTEN_WEIGHT, VALUE_WEIGHT, REPEAT_WEIGHT = 0.3, 2.0, 0.5
 
 
 @dataclass
@@ -110,17 +110,78 @@ class Sampler:
             np.array(text), none, positions, np.array(target), np.array(weight, np.float32), np.array(kind), bind, guide
         )
 
-    def imagined(self, rng: Random, progress: float) -> Sample:
+    def repeated(self, rng: Random) -> Sample:
+        """A few sentences of text, then the request to repeat them."""
+        said = [world.small_talk(rng, False).words for _ in range(rng.randint(1, 4))]
+        said.insert(rng.randint(0, len(said)), world.state_fact(rng, world.draw_fact(rng, False)).words)
+        words = self.tokenizer.encode(" ".join(w for s in said for w in s))
+        text = self.tokenizer.encode(world.DEFAULT_PROMPT) + words
+        T, none = len(text), np.full(len(text), -1)
+        zeros = np.zeros(T, np.float32)
+        return self._ask_to_repeat(Sample(np.array(text), none, np.arange(T), none, zeros, zeros.astype(int)), words)
+
+    def prompted(
+        self, rng: Random, row: Row, units: int, drop: float = 0.0, blank: np.ndarray | None = None
+    ) -> Sample | None:
+        """At most `units` of a session's audio, then the request to repeat what was said in them. None where that is
+        nothing."""
+        assert row.native is not None
+        starts = [u for u, native in enumerate(row.native[:-2]) if native == ("<|listen|>",)]
+        first = rng.choice([0, rng.choice(starts)])
+        units = min(units, row.units() - first)
+        cut = replace(row, native=row.native[first : first + units], turns=())
+        due = [(w.word, f - first * PER_UNIT) for w, f in zip(row.words, word_frames(row), strict=True)]
+        words = [self.ids[w] for w, f in due if 0 <= f < units * PER_UNIT]
+        if not words:
+            return None
+        layout = self.layout(cut)
+        targets, weights, classes = self._targets(cut, layout)
+        audio = np.array(layout.audio_index)
+        audio[audio >= 0] += first * PER_UNIT
+        sample = Sample(np.array(layout.ids), audio, np.arange(len(layout)), targets, weights, classes)
+        sample = _thin(rng, sample, drop, blank)
+        sample = self._ask_to_repeat(sample, words)
+        if rng.random() < 0.5:
+            sample.positions_T = sample.positions_T + rng.randint(0, MAX_POSITION - int(sample.positions_T[-1]))
+        return sample
+
+    def _ask_to_repeat(self, sample: Sample, words: list[int]) -> Sample:
+        """The request and its answer at a sample's end."""
+        question = text_question_layout(self.tokens, [], [], self.tokenizer.encode(world.REPEAT)).ids
+        answer = [*words, self.tokens.turn_eos]
+        ids = [*question, *answer]
+        start = int(sample.positions_T[-1]) + 1
+        target = np.full(len(ids), -1)
+        target[len(question) - 1 : -1] = answer
+        said = target >= 0
+        return Sample(
+            np.concatenate([sample.ids_T, ids]),
+            np.concatenate([sample.audio_T, np.full(len(ids), -1)]),
+            np.concatenate([sample.positions_T, np.arange(start, start + len(ids))]),
+            np.concatenate([sample.targets_T, target]),
+            np.concatenate([sample.weights_T, REPEAT_WEIGHT * said]).astype(np.float32),
+            np.concatenate([sample.classes_T, CLASSES.index("transcript") * said]).astype(int),
+            sample.bind,
+            sample.guide,
+            sample.row,
+        )
+
+    def imagined(self, rng: Random, progress: float, repeat: bool = False) -> Sample:
         """A session without audio: a word's own embedding stands at the frame where it ends, most other frames are
-        left out; one word in fifty is lost or misheard."""
+        left out; one word in fifty is lost or misheard. With `repeat` a short one, and the request to repeat it."""
         facts = rng.randint(2, 3 + int(8 * progress))
         plan = Plan(rng.uniform(7, 11) * facts, facts, rng.choice([0, 0, 2, 3]), mixed=True, prompt_facts=0.35)
+        if repeat:
+            plan = Plan(rng.uniform(6, 20), 1, mixed=True)
         row = converse(rng, imagined_speech(rng), plan, held_out=False).row("-", "-", "-", "train")
         frames = word_ends(row, self.ids)
+        truth = frames.copy()
         for f in np.nonzero(frames)[0]:
             if rng.random() < 0.02:
                 frames[f] = rng.choice([0, rng.choice(self._word_ids)])
-        sample = self.session(rng, row, drop=rng.choice([1.0, 1.0, 0.6]), blank=frames == 0)
+        drop = rng.choice([1.0, 1.0, 0.6])
+        short = self.prompted(rng, row, rng.randint(4, 16), drop, truth == 0) if repeat else None
+        sample = short or self.session(rng, row, drop=drop, blank=frames == 0)
         heard = sample.audio_T >= 0
         sample.ids_T[heard] = frames[sample.audio_T[heard]]
         sample.audio_T[:] = -1
@@ -137,13 +198,7 @@ class Sampler:
         sample = Sample(
             np.array(layout.ids), np.array(layout.audio_index), positions, targets, weights, classes, bind, guide
         )
-        if drop and blank is not None:
-            audio = sample.audio_T
-            droppable = (audio >= 0) & (audio % PER_UNIT != PER_UNIT - 1) & (targets < 0)
-            droppable[droppable] = blank[audio[droppable]]
-            noise = np.random.default_rng(rng.getrandbits(32)).random(len(audio))
-            sample = _keep(sample, ~(droppable & (noise < drop)))
-        return sample
+        return _thin(rng, sample, drop, blank)
 
     def layout(self, row: Row) -> Layout:
         assert row.native is not None
@@ -265,6 +320,17 @@ def _stretch(rng: Random, layout: Layout) -> np.ndarray:
         if rng.random() < 0.6:
             positions += rng.randint(0, max(0, MAX_POSITION - int(positions[-1])))
     return positions
+
+
+def _thin(rng: Random, sample: Sample, drop: float, blank: np.ndarray | None) -> Sample:
+    """Leaves out `blank` frames with probability `drop`; positions stay."""
+    if not drop or blank is None:
+        return sample
+    audio = sample.audio_T
+    droppable = (audio >= 0) & (audio % PER_UNIT != PER_UNIT - 1) & (sample.targets_T < 0)
+    droppable[droppable] = blank[audio[droppable]]
+    noise = np.random.default_rng(rng.getrandbits(32)).random(len(audio))
+    return _keep(sample, ~(droppable & (noise < drop)))
 
 
 def _keep(sample: Sample, keep_T: np.ndarray) -> Sample:
