@@ -19,8 +19,8 @@ from a2t.pretrain.samples import Sampler
 
 PHASES = ("encoder", "text", "audio")
 ENCODER = Schedule(steps=4800, lr=1.2e-3, warmup=100, decay_from=0.3)
-TEXT = Schedule(steps=400, lr=1.5e-3, warmup=60, decay_from=0.6, floor=0.1)
-AUDIO = Schedule(steps=1400, lr=1.0e-3, warmup=50, decay_from=0.5)
+TEXT = Schedule(steps=350, lr=1.5e-3, warmup=60, decay_from=0.6, floor=0.1)
+AUDIO = Schedule(steps=1100, lr=1.0e-3, warmup=50, decay_from=0.5)
 
 
 def new_modules(seed: int) -> tuple[TinyModules, WordTokenizer]:
