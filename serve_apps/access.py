@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from serve_apps.realtime import WireError
+from serve_apps.limits import WireError
 
 
 @dataclass(frozen=True)

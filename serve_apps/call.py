@@ -1,40 +1,60 @@
-"""One socket. It only translates: `realtime` knows the dialect, placement the rows, the session actor the rest."""
+"""One client's side of a conversation, whatever dialect it speaks: commands in, events out.
+
+`Call` finds the row, starts the session's actor or takes one up again, and asks it for news; `hold` carries frames
+between a socket and a call through a dialect. Placement knows the rows, the session actor the conversation.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
+import uuid
+from collections.abc import AsyncIterator, Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from fastapi import WebSocket, WebSocketDisconnect
 from ray.exceptions import RayActorError
 
 from serve_apps.access import Access
-from serve_apps.messages import Batch, Failure, SessionEnd, SessionOptions, Ticket, View
-from serve_apps.realtime import (
-    AudioAppend,
-    ClientEvent,
+from serve_apps.events import (
+    Admitted,
+    Answered,
+    Ask,
+    Close,
+    Closed,
+    Command,
     Dialect,
+    Enter,
     Event,
-    SessionClose,
-    WireError,
-    encode,
-    parse_client_event,
+    Frame,
+    Hear,
+    Interrupt,
+    Open,
+    Opened,
+    Queued,
+    Read,
+    Reply,
+    Resume,
+    StateChanged,
+    Turns,
 )
+from serve_apps.limits import Traffic, WireError
+from serve_apps.messages import SILENCE, Attached, Batch, Failure, SessionEnd, SessionOptions, Ticket, View
+from serve_apps.wire import INTERNAL_ERROR, NORMAL, POLICY_VIOLATION, Hangup, Wire
 
 log = logging.getLogger("ray.serve")
-POLICY_VIOLATION, INTERNAL_ERROR, NORMAL = 1008, 1011, 1000
 
 
 @dataclass(frozen=True)
 class GatewayConfig:
     models: tuple[str, ...]
     access: Access = field(default_factory=Access)
+    traffic: Traffic = field(default_factory=Traffic)
     init_timeout_s: float = 30.0
     idle_timeout_s: float = 1800.0  # a pause sends nothing, so this is the longest pause
-    inbox: int = 64  # frames parsed ahead of the session actor
+    resume_grace_s: float = 20.0  # a client that lost its socket keeps its conversation, and its row, so long
 
 
 class Sessions(Protocol):
@@ -47,175 +67,307 @@ class Sessions(Protocol):
     def end(self, session: Any) -> None: ...
 
 
-class Hangup(Exception):
-    """The client's side of the socket is gone."""
-
-
-@dataclass
 class Call:
-    """One socket, from its handshake to its close."""
+    """Commands (`enter`, `open`, `hear` ...) return at once or when the session has taken them; `events` tells what
+    comes of them, from `Queued` to `Closed`. Both raise WireError for what the client may not do."""
 
-    ws: WebSocket
-    id: str
-    dialect: Dialect
-    placement: Any
-    sessions: Sessions
-    config: GatewayConfig
-    session: Any = None
-    _end: SessionEnd = field(default_factory=lambda: SessionEnd("client_gone"))  # unless more is known
-    _inbox: asyncio.Queue[ClientEvent | WireError | Hangup] = field(init=False)
+    def __init__(self, placement: Any, sessions: Sessions, config: GatewayConfig):
+        self.id = f"sess_{uuid.uuid4().hex}"
+        self.session: Any = None
+        self._placement, self._sessions, self._config = placement, sessions, config
+        self._token = secrets.token_urlsafe(16)
+        self._ticket: Ticket | None = None
+        self._entered = False
+        self._inputs = 0
+        self._reader = 1
+        self._opened: asyncio.Future[Opened] = asyncio.get_running_loop().create_future()
+        self._events: asyncio.Queue[Event | Exception] = asyncio.Queue(64)  # full: the session keeps what follows
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._queueing: asyncio.Future[Ticket] | None = None  # these two are never cut short: what they take would
+        self._opening: asyncio.Task[None] | None = None  # not be known
 
-    def __post_init__(self) -> None:
-        self._inbox = asyncio.Queue(self.config.inbox)
+    # -- commands ----------------------------------------------------------------------------------------------------
 
-    async def run(self) -> None:
-        reader = asyncio.create_task(self._read())
-        code = NORMAL
-        try:
-            ticket = await self._admitted()
-            await self._opened(ticket)
-            code = await self._converse()
-        except Hangup:
-            pass
-        except WireError as error:
-            code = POLICY_VIOLATION
-            await self._fail(Failure(error.code, error.message))
-        except RayActorError:
-            code = INTERNAL_ERROR
-            await self._fail(Failure("session_lost", "the process of this conversation is gone; call again"))
-        except Exception:
-            log.exception("session %s failed", self.id)
-            code = INTERNAL_ERROR
-            await self._fail(Failure("internal_error", "this conversation failed; the server's log says why"))
-        finally:
-            reader.cancel()
-            # a task of its own: this one may be cancelled at any await once the client is gone
-            await asyncio.shield(asyncio.create_task(self._hang_up(code)))
+    async def obey(self, command: Command) -> None:
+        match command:
+            case Enter(options):
+                self.enter(options)
+            case Open(options):
+                await self.open(options)
+            case Resume():
+                await self.resume(command)
+            case Hear(pcm_S, force_listen):
+                await self.hear(pcm_S, force_listen)
+            case Interrupt():
+                await self.interrupt()
+            case Read(text):
+                await self.read(text)
+            case Ask():
+                self.ask(command)
+            case Close(reason):
+                await self.close(reason)
+            case Reply():
+                raise AssertionError("a reply is the dialect's own")
 
-    async def _fail(self, failure: Failure) -> None:
-        self._end = SessionEnd(failure.code, failure)
-        with suppress(Hangup):
-            await self._send(self.dialect.error(failure))
+    def enter(self, options: SessionOptions | None = None) -> None:
+        """Joins the waiting line, if it is not there; the row it gets is kept until it opens, by itself with `options`
+        if nobody does."""
+        self._begin(self._admission(options))
 
-    async def _read(self) -> None:
-        """Parses frames into the inbox, which is bounded."""
+    async def enter_at_once(self) -> bool:
+        """Before `enter`, for who will not wait in line: whether there is a row."""
+        ticket = await self._ask_for_row()
+        return ticket.engine is not None
+
+    async def open(self, options: SessionOptions) -> None:
+        """Starts the conversation on the row that is kept for it."""
+        if self._ticket is None:
+            raise WireError("not_admitted", "wait until a row is free before sending anything")
+        if self._opening is not None:
+            raise WireError("already_initialized", "the settings come once; for others open a session")
+        self._opening = asyncio.create_task(self._start_session(options, self._ticket))
+        await asyncio.shield(self._opening)
+
+    async def resume(self, command: Resume) -> None:
+        """Takes up a conversation whose socket was lost, or replaces its socket."""
+        session = await self._sessions.find(command.session_id)
+        if session is None:
+            raise WireError("session_not_found", f"no live session {command.session_id[:64]!r}; open another one")
+        attached: Attached | Failure = await session.attach.remote(command.token)
+        if isinstance(attached, Failure):
+            raise WireError(attached.code, attached.message)
+        self.id, self.session, self._token = command.session_id, session, command.token
+        self._reader, self._inputs = attached.reader, attached.appends
+        self._opened.set_result(Opened(self.id, attached.settings, self._token, resumed=True))
+        self._begin(self._follow(command.after))
+
+    async def hear(self, pcm_S: Any, force_listen: bool = False) -> None:
+        """16 kHz mono float32 samples, any number of them."""
+        self._inputs += 1
+        await self._live().append.remote(self._inputs, pcm_S, force_listen, self._reader)
+
+    async def interrupt(self) -> None:
+        await self.hear(SILENCE, force_listen=True)
+
+    async def read(self, text: str) -> None:
+        """Typed text, before the model as if it had been said."""
+        self._inputs += 1
+        await self._live().read.remote(self._inputs, text, self._reader)
+
+    def ask(self, question: Ask) -> None:
+        """A typed question about the conversation; `Answered` comes when it has been."""
+
+        async def put() -> None:
+            answer: str | Failure = await session.query.remote(question.text)
+            if isinstance(answer, Failure):
+                await self._events.put(Answered(question, failure=answer))
+            else:
+                await self._events.put(Answered(question, answer))
+
+        session = self._live()
+        self._start(put())
+
+    async def close(self, reason: str) -> None:
+        """Ends the conversation; `Closed` follows."""
+        if self.session is None:
+            await self._events.put(Closed(SessionEnd(reason)))
+        else:
+            await self.session.finish.remote(reason)
+
+    # -- what comes of them ------------------------------------------------------------------------------------------
+
+    async def events(self) -> AsyncIterator[Event]:
         while True:
-            try:
-                message = await self.ws.receive()
-            except (RuntimeError, WebSocketDisconnect):
-                message = {"type": "websocket.disconnect"}
-            if message["type"] == "websocket.disconnect":
-                await self._inbox.put(Hangup())
+            event = await self._events.get()
+            if isinstance(event, Exception):
+                raise event
+            yield event
+            if isinstance(event, Closed):
                 return
-            text, data = message.get("text"), message.get("bytes")
+
+    async def leave(self, end: SessionEnd | None) -> None:
+        """Gives everything back. `end`: why the conversation is over; None: the client is gone, and may come back."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, *(t for t in (self._queueing, self._opening) if t), return_exceptions=True)
+        record: View | None = None
+        if self.session is not None:
+            if end is not None and end.reason == "replaced":
+                return  # another socket has it
             try:
-                event = parse_client_event(text if text is not None else data or b"")
-            except WireError as error:
-                await self._inbox.put(error)
-                return
-            await self._inbox.put(event)
+                if end is None and self._opened.done():
+                    record = await self.session.detach.remote(self._reader, self._config.resume_grace_s)
+                    if record is None:
+                        return
+                else:
+                    end = end or SessionEnd("client_gone")
+                    record = await self.session.finish.remote(end.reason, end.failure)
+            except RayActorError:
+                log.warning("session %s: its process is gone", self.id)
+        if self._entered or self.session is not None:
+            await self._placement.leave.remote(self.id, record)
+        if self.session is not None:
+            self._sessions.end(self.session)
 
-    async def _next(self, timeout: float | None = None) -> ClientEvent:
-        item = await asyncio.wait_for(self._inbox.get(), timeout)
-        if isinstance(item, Exception):
-            raise item
-        return item
+    # -- inside ------------------------------------------------------------------------------------------------------
 
-    async def _send(self, event: Event) -> None:
-        try:
-            await self.ws.send_text(encode(event))
-        except (RuntimeError, WebSocketDisconnect) as error:  # starlette's words for a closed socket
-            raise Hangup from error
+    def _live(self) -> Any:
+        if not self._opened.done():
+            if self._ticket is None:
+                raise WireError("not_admitted", "wait until a row is free before sending anything")
+            raise WireError("session_not_initialized", "start the session before any input")
+        return self.session
 
-    async def _admitted(self) -> Ticket:
-        """Waits for a row, telling the client its place in the line. The client has nothing to say meanwhile."""
-        ticket: Ticket = await self.placement.enter.remote(self.id)
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        if self._entered:
+            work.close()
+            raise WireError("already_initialized", "one conversation a socket; for another one open another socket")
+        self._entered = True
+        self._start(work)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        async def watched() -> None:
+            try:
+                await work
+            except Exception as error:  # noqa: BLE001 -- `events` raises it
+                await self._events.put(error)
+
+        task = asyncio.create_task(watched())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _ask_for_row(self) -> Ticket:
+        if self._queueing is None:
+            self._queueing = asyncio.ensure_future(self._enter())
+        return await asyncio.shield(self._queueing)
+
+    async def _admission(self, default: SessionOptions | None) -> None:
+        """The way of a new conversation: the line, the settings, the units."""
+        ticket = await self._ask_for_row()
         while ticket.engine is None:
-            await self._send(self.dialect.queued(ticket))
-            news = asyncio.ensure_future(self._wait_in_line(ticket.position))
-            said = asyncio.ensure_future(self._next())
-            await asyncio.wait({news, said}, return_when=asyncio.FIRST_COMPLETED)
-            if said.done():
-                news.cancel()
-                if isinstance(said.result(), SessionClose):
-                    raise Hangup
-                raise WireError("not_admitted", "wait for session.queue_done before sending anything")
-            said.cancel()
-            ticket = await news
-        await self._send(self.dialect.queue_done())
+            await self._events.put(Queued(ticket))
+            ticket = await self._wait_in_line(ticket.position)
+        self._ticket = ticket
+        await self._events.put(Admitted(self.id, self._token))
+        timeout = self._config.init_timeout_s
+        try:
+            await asyncio.wait_for(asyncio.shield(self._opened), timeout)
+        except TimeoutError:
+            if default is None:
+                message = f"nothing was asked for within {timeout:.0f} s of admission"
+                raise WireError("init_timeout", message) from None
+            if self._opening is None:
+                await self.open(default)
+            await self._opened
+        await self._follow(-1)
+
+    async def _enter(self) -> Ticket:
+        ticket: Ticket = await self._placement.enter.remote(self.id)
         return ticket
+
+    async def _start_session(self, options: SessionOptions, ticket: Ticket) -> None:
+        self.session = await self._sessions.start(self.id, ticket)
+        settings: dict[str, Any] | Failure = await self.session.start.remote(options, self._token)
+        if isinstance(settings, Failure):
+            raise WireError(settings.code, settings.message)
+        self._opened.set_result(Opened(self.id, settings, self._token))
 
     async def _wait_in_line(self, seen: int) -> Ticket:
         while True:
-            ticket: Ticket = await self.placement.wait.remote(self.id, seen, 5.0)
+            ticket: Ticket = await self._placement.wait.remote(self.id, seen, 5.0)
             if ticket.engine is not None or ticket.position != seen:
                 return ticket
 
-    async def _opened(self, ticket: Ticket) -> None:
-        """Takes the client's settings and starts the session's actor beside its engine."""
-        timeout = self.config.init_timeout_s
-        try:
-            options = await self._next(timeout)
-        except TimeoutError:
-            raise WireError("init_timeout", f"no session.init within {timeout:.0f} s of session.queue_done") from None
-        if isinstance(options, SessionClose):
-            raise Hangup
-        if not isinstance(options, SessionOptions):
-            raise WireError("session_not_initialized", "send session.init before any input")
-        self.session = await self.sessions.start(self.id, ticket)
-        settings: Event | Failure = await self.session.start.remote(options)
-        if isinstance(settings, Failure):
-            raise WireError(settings.code, settings.message)
-        await self._send(self.dialect.created(settings))
-
-    async def _converse(self) -> int:
-        """Carries both directions until the session ends; the close code to use."""
-        listen = asyncio.create_task(self._carry_in())
-        speak = asyncio.create_task(self._carry_out())
-        try:
-            await asyncio.wait({listen, speak}, return_when=asyncio.FIRST_COMPLETED)
-            if listen.done():
-                await listen  # raises what the client did wrong
-            return await speak
-        finally:
-            listen.cancel()
-            speak.cancel()
-
-    async def _carry_in(self) -> None:
-        number = 0
+    async def _follow(self, after: int) -> None:
+        await self._events.put(self._opened.result())
+        turns, state = Turns(), "live"
         while True:
-            try:
-                event = await self._next(self.config.idle_timeout_s)
-            except TimeoutError:
-                event = SessionClose("idle_timeout")
-            if isinstance(event, SessionClose):
-                await self.session.finish.remote(event.reason)
-                return
-            if isinstance(event, SessionOptions):
-                raise WireError("already_initialized", "session.init comes once; for other settings open a session")
-            assert isinstance(event, AudioAppend)
-            number += 1
-            await self.session.append.remote(number, event.pcm_S, event.force_listen)
-
-    async def _carry_out(self) -> int:
-        after = -1
-        while True:
-            batch: Batch = await self.session.events.remote(after, 10.0)
+            batch: Batch = await self.session.events.remote(after, 10.0, self._reader)
             for report in batch.reports:
-                for event in self.dialect.unit(report):
-                    await self._send(event)
+                for event in turns.events(report):
+                    await self._events.put(event)
                 after = report.unit
             if batch.end is not None:
-                await self._send(self.dialect.end(batch.end))
-                return NORMAL if batch.end.failure is None else INTERNAL_ERROR
+                await self._events.put(Closed(batch.end))
+                return
+            if batch.state != state:
+                state = batch.state
+                await self._events.put(StateChanged(state))
 
-    async def _hang_up(self, code: int) -> None:
-        record: View | None = None
-        if self.session is not None:
-            with suppress(RayActorError):
-                record = await self.session.finish.remote(self._end.reason, self._end.failure)
-        await self.placement.leave.remote(self.id, record)
-        if self.session is not None:
-            self.sessions.end(self.session)
-        with suppress(RuntimeError, WebSocketDisconnect):
-            await self.ws.close(code)
+
+async def hold(wire: Wire, call: Call, dialect: Dialect, idle_timeout_s: float) -> None:
+    """Carries one socket's conversation until either side ends it."""
+
+    async def carry_in() -> None:
+        await obey(dialect.greet())
+        while True:
+            try:
+                frame = await wire.receive(idle_timeout_s)
+            except TimeoutError:
+                await call.close("idle_timeout")
+                return
+            await obey(dialect.receive(frame))
+
+    async def obey(asked: Iterable[Frame | Command]) -> None:
+        for command in asked:
+            if isinstance(command, Reply):
+                wire.send(command.frame)
+            elif isinstance(command, dict):
+                wire.send(command)
+            else:
+                await call.obey(command)
+
+    async def carry_out() -> SessionEnd:
+        async for event in call.events():
+            await obey(dialect.tell(event))
+            if isinstance(event, Closed):
+                return event.end
+        raise AssertionError("events end with Closed")
+
+    end: SessionEnd | None = None
+    code, told = NORMAL, False
+    listen, speak = asyncio.create_task(carry_in()), asyncio.create_task(carry_out())
+    try:
+        await asyncio.wait({listen, speak}, return_when=asyncio.FIRST_COMPLETED)
+        if listen.done():
+            listen.result()  # raises what the client did
+        end, told = await speak, True
+        code = NORMAL if end.failure is None else INTERNAL_ERROR
+    except Hangup:
+        end = None if dialect.resumes else SessionEnd("client_gone")
+    except WireError as error:
+        code, end = POLICY_VIOLATION, SessionEnd(error.code, Failure(error.code, error.message))
+    except RayActorError:
+        message = "the process of this conversation is gone; call again"
+        code, end = INTERNAL_ERROR, SessionEnd("session_lost", Failure("session_lost", message))
+    except Exception:
+        log.exception("session %s failed", call.id)
+        message = "this conversation failed; the server's log says why"
+        code, end = INTERNAL_ERROR, SessionEnd("internal_error", Failure("internal_error", message))
+    finally:
+        for task in (listen, speak):
+            task.cancel()
+        await asyncio.gather(listen, speak, return_exceptions=True)
+        if end is not None and not told:
+            with suppress(WireError):
+                for frame in dialect.tell(Closed(end)):
+                    if isinstance(frame, dict):
+                        wire.send(frame)
+        # tasks of their own: this one may be cancelled at any await once the client is gone
+        leaving = asyncio.create_task(call.leave(end))
+        _leaving.add(leaving)
+        leaving.add_done_callback(_left)
+        await wire.close(code)
+        if end is not None:
+            await asyncio.shield(leaving)
+
+
+_leaving: set[asyncio.Task[None]] = set()
+"""Calls whose client is gone, until they have given everything back."""
+
+
+def _left(task: asyncio.Task[None]) -> None:
+    _leaving.discard(task)
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("a call did not give everything back", exc_info=error)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import uuid
 from typing import Any
 
 from fastapi import Request, WebSocket
 from fastapi.responses import JSONResponse
 from ray.exceptions import RayActorError
 
-from serve_apps.call import POLICY_VIOLATION, Call, GatewayConfig, Sessions
-from serve_apps.messages import View
-from serve_apps.realtime import SUBPROTOCOL, Dialect, WireError, encode
+from serve_apps.call import Call, GatewayConfig, Sessions, hold
+from serve_apps.events import Closed, Dialect
+from serve_apps.limits import WireError
+from serve_apps.messages import Failure, SessionEnd, View
+from serve_apps.realtime import Realtime
+from serve_apps.wire import POLICY_VIOLATION, Wire
 
 
 class Desk:
@@ -23,22 +25,33 @@ class Desk:
 
     async def realtime(self, ws: WebSocket) -> None:
         """`/v1/realtime?mode=audio&model=NAME`: one conversation."""
+        dialect = self._dialect(ws)
         offered = [p.strip() for p in ws.headers.get("sec-websocket-protocol", "").split(",")]
-        await ws.accept(subprotocol=SUBPROTOCOL if SUBPROTOCOL in offered else None)
+        await ws.accept(subprotocol=dialect.subprotocol if dialect.subprotocol in offered else None)
+        async with Wire(ws, self.config.traffic) as wire:
+            try:
+                self._admit(ws)
+            except WireError as refusal:
+                end = SessionEnd(refusal.code, Failure(refusal.code, refusal.message))
+                for frame in dialect.tell(Closed(end)):
+                    wire.send(frame)
+                await wire.close(POLICY_VIOLATION)
+                return
+            call = Call(self.placement, self.sessions, self.config)
+            await hold(wire, call, dialect, self.config.idle_timeout_s)
+
+    def _dialect(self, ws: WebSocket) -> Dialect:
+        """By subprotocol and query."""
+        return Realtime(ws.query_params.get("model") or self.config.models[0], ws.query_params)
+
+    def _admit(self, ws: WebSocket) -> None:
+        """WireError for whoever may not call, or asks for what is not here."""
+        self.config.access.check(ws.client.host if ws.client else None, ws.headers)
+        if (mode := ws.query_params.get("mode", "audio")) != "audio":
+            raise WireError("unsupported_mode", f"mode {mode[:64]!r}: this server hears audio only, mode=audio")
         model = ws.query_params.get("model") or self.config.models[0]
-        session_id = f"sess_{uuid.uuid4().hex}"
-        dialect = Dialect(session_id, model)
-        try:
-            self.config.access.check(ws.client.host if ws.client else None, ws.headers)
-            if (mode := ws.query_params.get("mode", "audio")) != "audio":
-                raise WireError("unsupported_mode", f"mode {mode[:64]!r}: this server hears audio only, mode=audio")
-            if model not in self.config.models:
-                raise WireError("model_not_found", f"{model[:64]!r} is not served here; see /v1/models")
-        except WireError as refusal:
-            await ws.send_text(encode(dialect.error(refusal)))
-            await ws.close(POLICY_VIOLATION)
-            return
-        await Call(ws, session_id, dialect, self.placement, self.sessions, self.config).run()
+        if model not in self.config.models:
+            raise WireError("model_not_found", f"{model[:64]!r} is not served here; see /v1/models")
 
     async def health(self) -> JSONResponse:
         loads = await self.placement.loads.remote()

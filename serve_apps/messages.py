@@ -9,6 +9,7 @@ import numpy as np
 
 SAMPLE_RATE_IN = 16_000
 SAMPLE_RATE_OUT = 24_000
+SILENCE = np.zeros(0, np.float32)
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class SessionOptions:
     length_penalty: float | None = None
     max_tokens: int | None = None  # response tokens a unit
     speech: bool = True
+    best_effort: bool = False  # text that the model has no tokens for is left out; else it is an error
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class UnitReport:
     input_tokens: int
     output_tokens: int
     speech_S: np.ndarray | None = None  # 24 kHz mono float32
+    note: dict[str, Any] | None = None  # what the journal wrote of it (`Book`)
 
     @property
     def total(self) -> int:
@@ -72,6 +75,17 @@ class Batch:
 
     reports: list[UnitReport] = field(default_factory=list)
     end: SessionEnd | None = None
+    state: str = "live"  # of the session now: live, paused, moving, restoring, closed
+
+
+@dataclass(frozen=True)
+class Attached:
+    """What a socket is told that takes up a conversation: its number as a reader, and where the conversation stands."""
+
+    reader: int
+    settings: dict[str, Any]
+    appends: int  # inputs taken so far
+    units: int
 
 
 @dataclass(frozen=True)
@@ -83,6 +97,7 @@ class EngineLoad:
     rows: int
     sessions: tuple[str, ...]  # holding or promised a row
     unit_ms: float
+    draining: bool = False  # it gives its conversations away and takes none
 
     @property
     def rows_free(self) -> int:
@@ -101,3 +116,13 @@ class Ticket:
 
 
 View = dict[str, Any]  # a session as the REST interface shows it
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """A conversation as it stands between two units, on its way to another engine: the two files of a snapshot, and
+    what the engine's host knows of it."""
+
+    files: dict[str, bytes]
+    book: Any  # serve_apps.book.Book
+    said_ids: tuple[int, ...]  # of the open turn

@@ -1,4 +1,4 @@
-"""The realtime wire dialect that MiniCPM-o's clients speak (PyPI: openbmb-realtime). No Ray, no sockets.
+"""The realtime dialect that MiniCPM-o's clients speak (PyPI: openbmb-realtime). No Ray, no sockets.
 
     server                                     client
     session.queued / session.queue_update ...
@@ -6,8 +6,10 @@
     session.created                         -> input.append ... session.close
     response.* / transcription / a2t.unit / usage ... session.closed
 
-`a2t.unit` is this project's own event, once a unit: residents by kind, evictions, unit time against its deadline.
-Stock clients skip it, but take the cumulative `usage` that rides on it.
+Of this project's own, which stock clients skip: `a2t.unit`, last of each unit (residents by kind, evictions, unit time
+against its deadline; the cumulative `usage` on it is taken by stock clients), `a2t.state`, `session.resumed`, and from
+the client `input.text` and `input.question`.  A socket that asks for `?session=ID&token=T&after=N` takes up the
+conversation of a lost one: `token` is the `resume_token` of `session.created`, N the last unit that arrived.
 """
 
 from __future__ import annotations
@@ -16,51 +18,47 @@ import base64
 import binascii
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
-from serve_apps.messages import SAMPLE_RATE_IN, Failure, SessionEnd, SessionOptions, Ticket, UnitReport
+from serve_apps.events import (
+    Admitted,
+    AnswerAudio,
+    Answered,
+    AnswerEnd,
+    AnswerText,
+    Ask,
+    Close,
+    Closed,
+    Command,
+    Enter,
+    Event,
+    Frame,
+    Hear,
+    Heard,
+    Listened,
+    Open,
+    Opened,
+    Queued,
+    Read,
+    Resume,
+    StateChanged,
+    UnitDone,
+)
+from serve_apps.limits import MAX_AUDIO_S, MAX_FRAME_CHARS, MAX_PROMPT_CHARS, WireError
+from serve_apps.messages import SAMPLE_RATE_IN, SessionEnd, SessionOptions, UnitReport
 
 SUBPROTOCOL = "map.realtime"
 DEADLINE_MS = 1000.0
-MAX_APPEND_S = 60.0
-MAX_FRAME_CHARS = int(MAX_APPEND_S * SAMPLE_RATE_IN * 4 * 4 / 3) + 4096
-MAX_PROMPT_CHARS = 16_384
 LOUDEST = 64.0  # float PCM lives in [-1, 1]; far beyond it are integers sent as floats
 
-Event = dict[str, Any]
 
-
-class WireError(ValueError):
-    """The client broke the dialect. `code` is stable and machine-readable; the message says what to send instead."""
-
-    def __init__(self, code: str, message: str):
-        super().__init__(message)
-        self.code = code
-        self.message = message
-
-
-@dataclass(frozen=True)
-class AudioAppend:
-    pcm_S: np.ndarray  # 16 kHz mono float32, finite; may be empty
-    force_listen: bool
-
-
-@dataclass(frozen=True)
-class SessionClose:
-    reason: str
-
-
-ClientEvent = SessionOptions | AudioAppend | SessionClose
-
-
-def parse_client_event(frame: str | bytes) -> ClientEvent:
+def parse_client_event(frame: str | bytes) -> Command:
     """One text frame from the client. Raises WireError for everything that is not a well-formed event."""
     if len(frame) > MAX_FRAME_CHARS:
-        raise WireError("frame_too_large", f"{len(frame)} characters; send at most {MAX_APPEND_S:.0f} s in a frame")
+        raise WireError("frame_too_large", f"{len(frame)} characters; send at most {MAX_AUDIO_S:.0f} s in a frame")
     try:
         event = json.loads(frame if isinstance(frame, str) else frame.decode())
     except (ValueError, RecursionError):
@@ -73,14 +71,18 @@ def parse_client_event(frame: str | bytes) -> ClientEvent:
     if kind == "input.append":
         return _parse_append(event)
     if kind == "session.init":
-        return _parse_init(event)
+        return Open(_parse_init(event))
     if kind == "session.close":
         reason = event.get("reason")
-        return SessionClose(_text(reason, "reason", 256) if isinstance(reason, str) and reason else "user_stop")
+        return Close(_text(reason, "reason", 256) if isinstance(reason, str) and reason else "user_stop")
+    if kind == "input.text":
+        return Read(_text(event.get("text"), "text", MAX_PROMPT_CHARS))
+    if kind == "input.question":
+        return Ask(_text(event.get("text"), "text", MAX_PROMPT_CHARS), _text(event.get("id", ""), "id", 256))
     raise WireError("unknown_event_type", f"{kind[:64]!r}: send session.init, input.append or session.close")
 
 
-def _parse_append(event: Event) -> AudioAppend:
+def _parse_append(event: Frame) -> Hear:
     body = _object(event.get("input"), "input")
     if body.get("video_frames"):
         raise WireError("unsupported_input", "this server hears audio only; leave video_frames out")
@@ -97,14 +99,14 @@ def _parse_append(event: Event) -> AudioAppend:
     if len(raw) % 4:
         raise WireError("invalid_audio", f"{len(raw)} bytes is no whole number of 32-bit float samples")
     pcm_S = np.frombuffer(raw, dtype="<f4").astype(np.float32, copy=False)
-    if (seconds := len(pcm_S) / SAMPLE_RATE_IN) > MAX_APPEND_S:
-        raise WireError("frame_too_large", f"{seconds:.0f} s of audio; send at most {MAX_APPEND_S:.0f} s in a frame")
+    if (seconds := len(pcm_S) / SAMPLE_RATE_IN) > MAX_AUDIO_S:
+        raise WireError("frame_too_large", f"{seconds:.0f} s of audio; send at most {MAX_AUDIO_S:.0f} s in a frame")
     if len(pcm_S) and not (np.abs(pcm_S) <= LOUDEST).all():  # also false for NaN
         raise WireError("invalid_audio", "samples must be finite floats in [-1, 1]: 16 kHz mono float32 PCM")
-    return AudioAppend(pcm_S, force)
+    return Hear(pcm_S, force)
 
 
-def _parse_init(event: Event) -> SessionOptions:
+def _parse_init(event: Frame) -> SessionOptions:
     payload = _object(event.get("payload", {}), "payload")
     config = _object(payload.get("config") or {}, "payload.config")
     prompt = payload.get("system_prompt")
@@ -126,7 +128,7 @@ def _json_type(value: object) -> str:
     return names.get(type(value), "a number")
 
 
-def _object(value: object, name: str) -> Event:
+def _object(value: object, name: str) -> Frame:
     if not isinstance(value, dict):
         raise WireError("invalid_event", f"{name} must be an object, not {_json_type(value)}")
     return value
@@ -144,7 +146,7 @@ def _text(value: object, name: str, limit: int) -> str:
     return value
 
 
-def _number(config: Event, name: str, low: float, high: float) -> float | None:
+def _number(config: Frame, name: str, low: float, high: float) -> float | None:
     value = config.get(name)
     if value is None:
         return None
@@ -153,7 +155,7 @@ def _number(config: Event, name: str, low: float, high: float) -> float | None:
     return float(value)
 
 
-def _whole(config: Event, name: str, low: int, high: int) -> int | None:
+def _whole(config: Frame, name: str, low: int, high: int) -> int | None:
     value = _number(config, name, low, high)
     if value is None:
         return None
@@ -162,85 +164,97 @@ def _whole(config: Event, name: str, low: int, high: int) -> int | None:
     return round(value)
 
 
-class Dialect:
-    """Emits the server's side of one conversation: event ids, turn numbers and cumulative usage live here."""
+class Realtime:
+    """The server's side for one socket: event ids and cumulative usage live here."""
 
-    def __init__(self, session_id: str, model: str):
-        self.session_id = session_id
+    subprotocol: str | None = SUBPROTOCOL
+    waits_in_line = True
+    resumes = True
+
+    def __init__(self, model: str, query: Mapping[str, str] | None = None):
+        self.session_id = ""
         self.model = model
+        self._query = query or {}
         self._events = 0
         self._queued_before = False
-        self._turn = 0
-        self._turn_open = False
         self._input_tokens = 0
         self._output_tokens = 0
 
-    def _event(self, kind: str, **fields: Any) -> Event:
-        self._events += 1
-        return {"type": kind, "event_id": f"event_{self._events}", **fields}
+    def greet(self) -> Iterable[Command]:
+        if (session := self._query.get("session")) is None:
+            return [Enter()]
+        after = self._query.get("after", "-1")
+        if not after.removeprefix("-").isdecimal() or len(after) > 12:
+            raise WireError("invalid_event", f"after={after[:64]!r} must be the number of the last unit that arrived")
+        return [Resume(session, self._query.get("token", ""), int(after))]
+
+    def receive(self, frame: str | bytes) -> Iterable[Command]:
+        return [parse_client_event(frame)]
+
+    def tell(self, event: Event) -> Iterator[Frame]:
+        match event:
+            case Queued(ticket):
+                kind = "session.queue_update" if self._queued_before else "session.queued"
+                self._queued_before = True
+                place = {"position": ticket.position, "queue_length": ticket.queue_length}
+                yield self._frame(kind, **place, estimated_wait_s=ticket.estimated_wait_s)
+            case Admitted():
+                yield self._frame("session.queue_done")
+            case Opened():
+                yield self._opened(event)
+            case Heard(unit, text):
+                kind = "conversation.item.input_audio_transcription.completed"
+                yield self._frame(kind, transcript=text, unit=unit)
+            case AnswerText(unit, turn, text, last):
+                fields = {"response_id": self._response(turn), "text": text, "end_of_turn": last, "unit": unit}
+                yield self._frame("response.output_text.delta", **fields)
+            case AnswerAudio(unit, turn, pcm_S):
+                audio = base64.b64encode(pcm_S.astype("<f4").tobytes()).decode()
+                kind = "response.output_audio.delta"
+                yield self._frame(kind, response_id=self._response(turn), audio=audio, unit=unit)
+            case AnswerEnd(unit, turn, interrupted):
+                status = "cancelled" if interrupted else "completed"
+                yield self._frame("response.done", response={"id": self._response(turn), "status": status}, unit=unit)
+            case Listened(unit):
+                yield self._frame("response.listen", unit=unit)
+            case UnitDone(report):
+                yield self._unit(report)
+            case StateChanged(state):
+                yield self._frame("a2t.state", state=state)
+            case Answered(question, text, failure):
+                error = None if failure is None else {"code": failure.code, "message": failure.message}
+                yield self._frame("a2t.answer", id=question.id, question=question.text, answer=text, error=error)
+            case Closed(end):
+                yield self._end(end)
 
     @property
-    def usage(self) -> Event:
+    def usage(self) -> Frame:
         total = self._input_tokens + self._output_tokens
         return {"input_tokens": self._input_tokens, "output_tokens": self._output_tokens, "total_tokens": total}
 
-    @property
-    def _response_id(self) -> str:
-        return f"{self.session_id}_turn_{self._turn}"
+    def _frame(self, kind: str, **fields: Any) -> Frame:
+        self._events += 1
+        return {"type": kind, "event_id": f"event_{self._events}", **fields}
 
-    def queued(self, ticket: Ticket) -> Event:
-        kind = "session.queue_update" if self._queued_before else "session.queued"
-        self._queued_before = True
-        return self._event(
-            kind,
-            position=ticket.position,
-            queue_length=ticket.queue_length,
-            estimated_wait_s=ticket.estimated_wait_s,
+    def _response(self, turn: int) -> str:
+        return f"{self.session_id}_turn_{turn}"
+
+    def _opened(self, event: Opened) -> Frame:
+        self.session_id = event.session_id
+        self._input_tokens += event.settings.get("prefix_tokens", 0)
+        return self._frame(
+            "session.created",
+            session_id=event.session_id,
+            model=self.model,
+            config=event.settings,
+            resume_token=event.resume_token,
+            resumed=event.resumed,
         )
 
-    def queue_done(self) -> Event:
-        return self._event("session.queue_done")
-
-    def created(self, config: Event) -> Event:
-        """`config`: the settings in force, budget under `max_kv_tokens`."""
-        self._input_tokens += config.get("prefix_tokens", 0)
-        return self._event("session.created", session_id=self.session_id, model=self.model, config=config)
-
-    def unit(self, report: UnitReport) -> Iterator[Event]:
-        """Everything a client is told of one unit, `a2t.unit` last: when it arrives the unit is complete."""
-        if report.transcript:
-            yield self._event(
-                "conversation.item.input_audio_transcription.completed",
-                transcript=report.transcript,
-                unit=report.unit,
-            )
-        if report.response:
-            self._turn_open = True
-        cut = report.listening and self._turn_open  # forced to listen in the middle of its turn
-        ends = (report.end_of_turn or cut) and self._turn_open
-        if report.response or ends:
-            yield self._event(
-                "response.output_text.delta",
-                response_id=self._response_id,
-                text=report.response,
-                end_of_turn=ends,
-                unit=report.unit,
-            )
-        if report.speech_S is not None and len(report.speech_S):
-            audio = base64.b64encode(report.speech_S.astype("<f4").tobytes()).decode()
-            yield self._event(
-                "response.output_audio.delta", response_id=self._response_id, audio=audio, unit=report.unit
-            )
+    def _unit(self, report: UnitReport) -> Frame:
         self._input_tokens += report.input_tokens
         self._output_tokens += report.output_tokens
-        if ends:
-            status = "cancelled" if cut else "completed"
-            yield self._event("response.done", response={"id": self._response_id, "status": status})
-            self._turn += 1
-            self._turn_open = False
-        if report.listening:
-            yield self._event("response.listen", unit=report.unit)
-        yield self._event(
+        return self._frame(
             "a2t.unit",
             unit=report.unit,
             decision=report.decision,
@@ -263,15 +277,8 @@ class Dialect:
             usage=self.usage,
         )
 
-    def end(self, end: SessionEnd) -> Event:
+    def _end(self, end: SessionEnd) -> Frame:
+        """Clients end the session on any error event: it is sent once, last."""
         if end.failure is not None:
-            return self.error(end.failure)
-        return self._event("session.closed", session_id=self.session_id, reason=end.reason, usage=self.usage)
-
-    def error(self, failure: Failure | WireError) -> Event:
-        """Clients end the session on any error event: sent once, last."""
-        return self._event("error", error={"code": failure.code, "message": failure.message})
-
-
-def encode(event: Event) -> str:
-    return json.dumps(event, ensure_ascii=False, allow_nan=False)
+            return self._frame("error", error={"code": end.failure.code, "message": end.failure.message})
+        return self._frame("session.closed", session_id=self.session_id, reason=end.reason, usage=self.usage)

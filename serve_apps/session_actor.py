@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 from collections import deque
 from contextlib import suppress
@@ -21,9 +22,21 @@ import numpy as np
 import ray
 from ray.exceptions import RayActorError
 
-from serve_apps.messages import SAMPLE_RATE_IN, Batch, Failure, SessionEnd, SessionOptions, UnitReport, View
+from serve_apps.messages import (
+    SAMPLE_RATE_IN,
+    Attached,
+    Batch,
+    Failure,
+    SessionEnd,
+    SessionOptions,
+    UnitReport,
+    View,
+)
 
 log = logging.getLogger("ray.serve")
+
+
+REPLACED = SessionEnd("replaced", Failure("session_replaced", "another socket has taken this conversation up"))
 
 
 @dataclass(frozen=True)
@@ -32,6 +45,7 @@ class Limits:
     unread_reports: int = 256  # results that nobody fetched
     pause_after_s: float = 5.0
     reader_grace_s: float = 60.0  # a conversation that nobody reads from is closed
+    kept_reports: int = 32  # results that were fetched stay for a client that lost its socket before it got them
     poll_s: float = 10.0
 
 
@@ -53,10 +67,15 @@ class SessionActor:
         self._transcript: list[dict[str, Any]] = []
         self._news = asyncio.Event()
         self._end: SessionEnd | None = None
+        self._token = ""
+        self._reader = 1
+        self._fetched = -1  # the last unit that the reader has fetched
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def start(self, options: SessionOptions) -> dict[str, Any] | Failure:
-        """Opens the conversation on its engine; returns the settings in force, or why it cannot be opened."""
+    async def start(self, options: SessionOptions, token: str = "") -> dict[str, Any] | Failure:
+        """Opens the conversation on its engine; returns the settings in force, or why it cannot be opened. Whoever
+        knows `token` may take it up again; the caller is reader 1."""
+        self._token = token
         settings: dict[str, Any] | Failure = await self._engine.open.remote(self.id, options)
         if isinstance(settings, Failure):
             return settings
@@ -70,12 +89,34 @@ class SessionActor:
             return "closed"
         return "paused" if time.monotonic() - self._last_input > self._limits.pause_after_s else "live"
 
-    async def append(self, number: int, pcm_S: np.ndarray, force_listen: bool) -> None:
-        """The client's `number`-th input (from 1). A number seen before changes nothing, so a repeated call is safe.
+    async def attach(self, token: str) -> Attached | Failure:
+        """Another socket takes the conversation up; the one before it is told `replaced` and is reader no more."""
+        if self._end is not None:
+            return Failure("session_closed", "this conversation has ended; open another one")
+        if not self._token or not secrets.compare_digest(token.encode(), self._token.encode()):
+            return Failure("resume_refused", "the resume token is not this conversation's")
+        self._reader += 1
+        self._fetched = -1
+        self._last_read = time.monotonic()
+        self._news.set()
+        return Attached(self._reader, self._config, self._appends, self._units)
+
+    async def detach(self, reader: int, grace_s: float) -> View | None:
+        """The reader's socket is gone. Returns None once another has attached; ends the conversation, and returns what
+        stays of it, if that has not happened after `grace_s` seconds."""
+        until = time.monotonic() + grace_s
+        while self._reader == reader and self._end is None and time.monotonic() < until:
+            self._last_read = time.monotonic()
+            await asyncio.sleep(min(0.1, grace_s))
+        return await self.finish("client_gone") if self._reader == reader else None
+
+    async def append(self, number: int, pcm_S: np.ndarray, force_listen: bool, reader: int = 1) -> None:
+        """The client's `number`-th input (from 1). A number seen before changes nothing, so a repeated call is safe;
+        nor does what comes from a socket that has been replaced.
 
         Trouble ends the session, and its `events` say so.
         """
-        if self._end is not None or number <= self._appends:
+        if self._end is not None or number <= self._appends or reader != self._reader:
             return
         assert number == self._appends + 1, f"input {number} after {self._appends}: one is missing"
         self._appends = number
@@ -91,17 +132,26 @@ class SessionActor:
         except RayActorError:
             await self._engine_lost()
 
-    async def events(self, after: int, timeout: float) -> Batch:
-        """Reports of the units after unit `after` (-1: all) as soon as there are any; what came before is forgotten."""
+    async def events(self, after: int, timeout: float, reader: int = 1) -> Batch:
+        """Reports of the units after unit `after` (-1: all that are kept) as soon as there are any, and news of the
+        state; what came long before is forgotten."""
+        if reader != self._reader:
+            return Batch(end=REPLACED)
         self._last_read = time.monotonic()
-        while self._reports and self._reports[0].unit <= after:
+        self._fetched = max(self._fetched, after)
+        while self._reports and self._reports[0].unit <= self._fetched - self._limits.kept_reports:
             self._reports.popleft()
-        if not self._reports and self._end is None:
+        if not self._unread(after) and self._end is None:
             self._news.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), timeout)
+        if reader != self._reader:
+            return Batch(end=REPLACED)
         self._last_read = time.monotonic()
-        return Batch(list(self._reports), self._end)
+        return Batch(self._unread(after), self._end, self.state)
+
+    def _unread(self, after: int) -> list[UnitReport]:
+        return [r for r in self._reports if r.unit > after]
 
     async def finish(self, reason: str, failure: Failure | None = None) -> View:
         """Ends the conversation, if it has not ended, and gives its row back. What waits unprocessed is dropped."""
@@ -163,8 +213,8 @@ class SessionActor:
                 self._take(report)
             if batch.end is not None:
                 await self.finish(batch.end.reason, batch.end.failure)
-            elif len(self._reports) > self._limits.unread_reports:
-                message = f"{len(self._reports)} units of results were not fetched; read faster"
+            elif (unread := len(self._unread(self._fetched))) > self._limits.unread_reports:
+                message = f"{unread} units of results were not fetched; read faster"
                 await self.finish("slow_reader", Failure("slow_reader", message))
 
     def _take(self, report: UnitReport) -> None:

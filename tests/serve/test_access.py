@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from serve_apps.access import Access
-from serve_apps.realtime import WireError
+from serve_apps.limits import WireError
 
 KEYED = Access(keys=("first-key", "second-key"), origins=("https://app.example",))
 

@@ -50,7 +50,7 @@ async def address() -> AsyncIterator[str]:
     fleet = Fleet(loads, lambda engine, session: host.reserve(session), lambda engine, session: host.close(session))
     placement = Placement(fleet, busy_share=1e6)  # by rows alone: this machine may be busy with something else
     placement.loads = loads  # type: ignore[attr-defined]
-    desk = Desk(Handle(placement), LocalSessions(Handle(host)), GatewayConfig(models=(MODEL,)))
+    desk = Desk(Handle(placement), LocalSessions(Handle(host)), GatewayConfig(models=(MODEL,), resume_grace_s=0.5))
     api = FastAPI()
     api.websocket("/v1/realtime")(desk.realtime)
     api.get("/healthz")(desk.health)

@@ -14,16 +14,10 @@ from hypothesis import strategies as st
 from openbmb_realtime.protocol import build_input_append, build_session_close, build_session_init, parse_server_event
 from openbmb_realtime.types import RealtimeConfig, RealtimeConnectOptions
 
-from serve_apps.messages import Failure, SessionEnd, SessionOptions, Ticket
-from serve_apps.realtime import (
-    MAX_FRAME_CHARS,
-    AudioAppend,
-    Dialect,
-    SessionClose,
-    WireError,
-    encode,
-    parse_client_event,
-)
+from serve_apps.events import Admitted, Close, Closed, Command, Enter, Event, Hear, Open, Opened, Queued, Resume, Turns
+from serve_apps.limits import MAX_FRAME_CHARS, WireError
+from serve_apps.messages import Failure, SessionEnd, SessionOptions, Ticket, UnitReport
+from serve_apps.realtime import Realtime, parse_client_event
 from tests.serve.reports import report
 
 
@@ -39,28 +33,45 @@ def init(**config: Any) -> str:
     return json.dumps({"type": "session.init", "payload": {"config": config}})
 
 
-def seen(dialect: Dialect, unit: Any) -> list[Any]:
-    """What the stock client makes of a unit's frames."""
-    return [parse_server_event(encode(e)) for e in dialect.unit(unit)]
+class Side:
+    """A dialect told unit after unit, as a call tells it."""
+
+    def __init__(self) -> None:
+        self.dialect, self.turns = Realtime("m"), Turns()
+        self.tell(Opened("sess_1", {}, "token"))
+
+    def tell(self, event: Event) -> list[dict[str, Any]]:
+        return list(self.dialect.tell(event))
+
+    def unit(self, report: UnitReport) -> list[dict[str, Any]]:
+        return [frame for event in self.turns.events(report) for frame in self.tell(event)]
+
+    def seen(self, report: UnitReport) -> list[Any]:
+        """What the stock client makes of a unit's frames."""
+        return [read(frame) for frame in self.unit(report)]
+
+
+def read(frame: dict[str, Any]) -> Any:
+    return parse_server_event(json.dumps(frame, allow_nan=False))
 
 
 def test_stock_session_init() -> None:
     config = RealtimeConfig(length_penalty=1.2, max_tokens=12, temperature=0.5, max_kv_tokens=1000, tts_enabled=False)
     options = RealtimeConnectOptions("m", "i am your helper", config, reference_audio_base64="AAAA")
     parsed = parse_client_event(build_session_init(options))
-    assert parsed == SessionOptions("i am your helper", 1000, 0.5, 1.2, 12, speech=False)
-    assert parse_client_event(build_session_init(RealtimeConnectOptions("m"))) == SessionOptions()
+    assert parsed == Open(SessionOptions("i am your helper", 1000, 0.5, 1.2, 12, speech=False))
+    assert parse_client_event(build_session_init(RealtimeConnectOptions("m"))) == Open()
 
 
 def test_stock_audio_and_close(second: np.ndarray) -> None:
     parsed = parse_client_event(build_input_append(b64(second), force_listen=True))
-    assert isinstance(parsed, AudioAppend)
+    assert isinstance(parsed, Hear)
     assert parsed.force_listen
     np.testing.assert_array_equal(parsed.pcm_S, second)
-    assert parse_client_event(build_session_close("bye")) == SessionClose("bye")
-    assert parse_client_event(json.dumps({"type": "session.close"})) == SessionClose("user_stop")
+    assert parse_client_event(build_session_close("bye")) == Close("bye")
+    assert parse_client_event(json.dumps({"type": "session.close"})) == Close("user_stop")
     empty = parse_client_event(build_input_append(""))
-    assert isinstance(empty, AudioAppend)
+    assert isinstance(empty, Hear)
     assert len(empty.pcm_S) == 0
 
 
@@ -114,7 +125,8 @@ def test_garbage_gets_a_typed_error(frame: str | bytes, code: str) -> None:
         parse_client_event(frame)
     assert caught.value.code == code
     assert caught.value.message
-    shown = parse_server_event(encode(Dialect("s", "m").error(caught.value)))
+    (end,) = Side().tell(Closed(SessionEnd(code, Failure(code, caught.value.message))))
+    shown = read(end)
     assert (shown.kind, shown.code, shown.message) == ("error", code, caught.value.message)
 
 
@@ -140,35 +152,48 @@ near_events = st.fixed_dictionaries(
 @given(st.binary(max_size=200) | st.text(max_size=200) | (json_values | near_events).map(json.dumps))
 def test_any_frame_is_an_event_or_a_typed_error(frame: str | bytes) -> None:
     with suppress(WireError):
-        assert isinstance(parse_client_event(frame), SessionOptions | AudioAppend | SessionClose)
+        assert isinstance(parse_client_event(frame), Command)
 
 
 def test_queue_and_creation_as_the_stock_client_reads_them() -> None:
-    d = Dialect("sess_1", "m")
-    first, second = d.queued(Ticket(position=2, queue_length=3, estimated_wait_s=4.5)), d.queued(Ticket(position=1))
+    d = Realtime("m")
+    assert list(d.greet()) == [Enter()]
+    (first,) = d.tell(Queued(Ticket(position=2, queue_length=3, estimated_wait_s=4.5)))
+    (second,) = d.tell(Queued(Ticket(position=1)))
     assert [first["type"], second["type"]] == ["session.queued", "session.queue_update"]
-    read = parse_server_event(encode(first))
-    assert (read.kind, read.position, read.queue_length, read.estimated_wait_seconds) == ("queued", 2, 3, 4.5)
-    assert parse_server_event(encode(d.queue_done())).kind == "queue_done"
-    created = parse_server_event(encode(d.created({"max_kv_tokens": 4000, "prefix_tokens": 4})))
+    place = read(first)
+    assert (place.kind, place.position, place.queue_length, place.estimated_wait_seconds) == ("queued", 2, 3, 4.5)
+    assert [read(f).kind for f in d.tell(Admitted())] == ["queue_done"]
+    (frame,) = d.tell(Opened("sess_1", {"max_kv_tokens": 4000, "prefix_tokens": 4}, "secret"))
+    created = read(frame)
     assert (created.kind, created.session_id) == ("created", "sess_1")
+    assert (frame["resume_token"], frame["resumed"]) == ("secret", False)
     assert d.usage == {"input_tokens": 4, "output_tokens": 0, "total_tokens": 4}
-    closed = parse_server_event(encode(d.end(SessionEnd("bye"))))
+    (closed,) = map(read, d.tell(Closed(SessionEnd("bye"))))
     assert (closed.kind, closed.reason) == ("closed", "bye")
-    failed = parse_server_event(encode(d.end(SessionEnd("x", Failure("cache_full", "no room")))))
+    (failed,) = map(read, d.tell(Closed(SessionEnd("x", Failure("cache_full", "no room")))))
     assert (failed.kind, failed.code) == ("error", "cache_full")
 
 
+def test_a_lost_socket_s_conversation_is_asked_for_in_the_address() -> None:
+    d = Realtime("m", {"session": "sess_9", "token": "secret", "after": "41"})
+    assert list(d.greet()) == [Resume("sess_9", "secret", 41)]
+    for after in ("x", "1.5", "", "--1", "9" * 40):
+        with pytest.raises(WireError) as caught:
+            Realtime("m", {"session": "sess_9", "after": after}).greet()
+        assert caught.value.code == "invalid_event"
+
+
 def test_a_turn_as_the_stock_client_reads_it() -> None:
-    d = Dialect("sess_1", "m")
-    heard = seen(d, report(0, transcript="where is the key"))
+    side = Side()
+    heard = side.seen(report(0, transcript="where is the key"))
     assert [(e.kind, e.text) for e in heard] == [("listen", "where is the key"), ("listen", None), ("usage", None)]
     speech = np.linspace(-0.5, 0.5, 240, dtype=np.float32)
-    said = seen(d, report(1, listening=False, decision="<|speak|>", response="in the", speech_S=speech))
+    said = side.seen(report(1, listening=False, decision="<|speak|>", response="in the", speech_S=speech))
     assert [e.kind for e in said] == ["text", "audio", "usage"]
     assert (said[0].text, said[0].end_of_turn) == ("in the", False)
     np.testing.assert_array_equal(np.frombuffer(said[1].audio or b"", np.float32), speech)
-    done = seen(d, report(2, listening=False, decision="hall", response=" hall", end_of_turn=True))
+    done = side.seen(report(2, listening=False, decision="hall", response=" hall", end_of_turn=True))
     assert [(e.kind, e.text, e.end_of_turn) for e in done] == [
         ("text", " hall", True),
         ("turn_completed", None, False),
@@ -181,25 +206,25 @@ def test_a_turn_as_the_stock_client_reads_it() -> None:
 
 
 def test_interruptions_close_the_turn_once() -> None:
-    d = Dialect("s", "m")
-    list(d.unit(report(0, listening=False, response="in the")))
-    forced = list(d.unit(report(1)))  # force_listen: a listening unit in an open turn
+    side = Side()
+    side.unit(report(0, listening=False, response="in the"))
+    forced = side.unit(report(1))  # force_listen: a listening unit in an open turn
     assert [e["type"] for e in forced] == [
         "response.output_text.delta", "response.done", "response.listen", "a2t.unit",
     ]  # fmt: skip
     assert forced[0]["end_of_turn"] is True
     assert forced[1]["response"]["status"] == "cancelled"
-    assert [e["type"] for e in d.unit(report(2))] == ["response.listen", "a2t.unit"]
-    list(d.unit(report(3, listening=False, response="one")))
-    own = list(d.unit(report(4, listening=False, decision="<|turn_eos|>", end_of_turn=True)))  # the model yields
+    assert [e["type"] for e in side.unit(report(2))] == ["response.listen", "a2t.unit"]
+    side.unit(report(3, listening=False, response="one"))
+    own = side.unit(report(4, listening=False, decision="<|turn_eos|>", end_of_turn=True))  # the model yields
     assert [e["type"] for e in own] == ["response.output_text.delta", "response.done", "a2t.unit"]
     assert own[1]["response"]["status"] == "completed"
     assert own[1]["response"]["id"] != forced[1]["response"]["id"]
 
 
 def test_unit_event_carries_the_memory_and_the_clock() -> None:
-    d = Dialect("s", "m")
-    event = list(d.unit(report(7, residents={"prefix": 4, "audio": 100}, evicted=26, unit_ms=1200.0, missed=True)))[-1]
+    unit = report(7, residents={"prefix": 4, "audio": 100}, evicted=26, unit_ms=1200.0, missed=True)
+    event = Side().unit(unit)[-1]
     assert event["type"] == "a2t.unit"
     expected = {"unit": 7, "resident_total": 104, "evicted": 26, "unit_ms": 1200.0, "deadline_ms": 1000.0}
     assert event["missed"] is True
@@ -208,6 +233,6 @@ def test_unit_event_carries_the_memory_and_the_clock() -> None:
 
 
 def test_event_ids_never_repeat() -> None:
-    d = Dialect("s", "m")
-    ids = [e["event_id"] for u in range(5) for e in d.unit(report(u, transcript="w"))]
+    side = Side()
+    ids = [e["event_id"] for u in range(5) for e in side.unit(report(u, transcript="w"))]
     assert len(set(ids)) == len(ids) == 15
