@@ -11,7 +11,7 @@ from a2t.data.synthesis import Part, write_corpus
 MIX = Part("mix", Plan(60, 5, 2, mixed=True, prompt_facts=0.15), hours=10)
 SHORT = Part("short", Plan(9, 1, 0, mixed=True), hours=3)
 LONG = Part("long", Plan(300, 8, 3, ask_from=0.45, ask_chance=0.4), hours=5)
-UTTERANCES = Part("utterance", Plan(10, 1, 0, mixed=True), hours=6)
+UTTERANCES = Part("utterance", Plan(10, 1, 0, mixed=True), hours=5)
 STREAMS = Part("stream", Plan(600, 22, 6, ask_from=0.35, ask_chance=0.7), hours=10)
 TEN_MINUTES = Plan(600, 13, 4)
 

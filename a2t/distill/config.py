@@ -102,10 +102,9 @@ PRESETS: dict[str, DistillConfig] = {
     # The embedded model: far fewer parameters, so a higher rate; utterances that one speaker said one after another,
     # laid end to end, because short ones alone do not teach it to read its own text minutes later.
     "embedded": DistillConfig(
-        epochs=9,
+        epochs=10,
         learning_rate=1.5e-3,
-        global_batch=8,
-        step_units=600,
+        global_batch=2,
         warmup=0.05,
         final_rate=0.02,
         betas=(0.9, 0.98),
