@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from a2t.duplex.decoding import DuplexConfig
+from a2t.duplex.feeds import Held
 from a2t.duplex.journal import Journal
 from a2t.duplex.unit_loop import UnitLoop
 from a2t.kv.kinds import Kind
@@ -56,7 +57,7 @@ class UnitStats:
     forwards: int
     encoder_bytes: int
     kv_bytes: int
-    deadline_missed: bool
+    deadline_missed: bool  # finished later than a unit's second after its audio was complete
 
     @property
     def total_residents(self) -> int:
@@ -68,19 +69,27 @@ class Waiting:
     """A unit whose audio is complete and not yet taken."""
 
     arrived: float
+    deadline: float
     force_listen: bool
 
 
 class Conversation:
     """Held and driven by an Engine; read it freely, change it through the engine.
 
-    `row`: of the arena. `units`: how many are finished. `stats`: of the last one. `error`: what ended the conversation
-    before its close (its row is full), if anything.
+    `row`: of the arena. `units`: how many are finished. `stats`: of the last one. `held`: the end of the last unit, in
+    the ledger and not yet fed. `error`: what ended the conversation before its close (its row is full), if anything.
     """
 
-    def __init__(self, id: str, config: ConversationConfig, row: int, loop: UnitLoop, encoder_state: EncoderState):
-        self.id, self.config, self.row = id, config, row
-        self.loop, self.encoder_state = loop, encoder_state
+    def __init__(
+        self,
+        id: str,
+        config: ConversationConfig,
+        loop: UnitLoop,
+        encoder_state: EncoderState,
+        unit_seconds: float = 1.0,
+    ):
+        self.id, self.config, self.row = id, config, -1
+        self.loop, self.encoder_state, self.unit_seconds = loop, encoder_state, unit_seconds
         self.ledger = Ledger()
         self.policy = make_policy(config.policy, **config.policy_options)
         self.journal = Journal()
@@ -88,7 +97,9 @@ class Conversation:
         self.units = 0
         self.deadline_misses = 0
         self.error: CacheFull | None = None
+        self.held: Held | None = None
         self.waiting: deque[Waiting] = deque()
+        self.due = 0.0  # deadline of the unit queued last
         self.force_listen_asked = False  # for the unit whose audio is not complete yet
 
     @property
@@ -107,9 +118,17 @@ class Conversation:
     def await_units(self, now: float) -> None:
         """Queues the units that the encoder has become ready to give."""
         complete = self.encoder_state.units_ready - len(self.waiting)
-        self.waiting += [Waiting(now, self.force_listen_asked)] * complete
+        for _ in range(complete):
+            self.queue(now, self.force_listen_asked)
         if complete:
             self.force_listen_asked = False
+
+    def queue(self, now: float, force_listen: bool) -> None:
+        """A unit whose audio is complete now. Its second begins now, or when that of the unit before it ends where that
+        one still waits: audio that comes faster than time passes is owed no more than a unit a second."""
+        begin = max(now, self.due) if self.waiting else now
+        self.due = begin + self.unit_seconds
+        self.waiting.append(Waiting(now, self.due, force_listen))
 
 
 class CacheFull(RuntimeError):

@@ -9,8 +9,9 @@ The side channel's tokens are never a native choice: they are forbidden from the
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,11 +20,16 @@ from torch import Tensor
 from a2t.duplex.protocol import SpecialTokens
 
 
+class HasRules(Protocol):
+    @property
+    def decoding(self) -> Mapping[str, Any]: ...
+
+
 @dataclass(frozen=True)
 class DuplexConfig:
     """How one conversation decodes.
 
-    The defaults are the embedded model's: greedy, no penalties.  `DuplexConfig.minicpmo()` gives MiniCPM-o's own.
+    The defaults are the embedded model's: greedy, no penalties.  `DuplexConfig.of(model)` gives a model's own.
     """
 
     max_new_speak_tokens_per_chunk: int = 20
@@ -45,6 +51,8 @@ class DuplexConfig:
     """Factor on the logit (as in MiniCPM-o, despite its name) of `<|listen|>`."""
     side_channel: bool = True
     max_transcript_tokens: int = 64
+    draft: bool = True
+    """Whether likely tokens are fed before they are chosen, and taken back where they are not. Changes no output."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -64,18 +72,16 @@ class DuplexConfig:
             raise ValueError(f"top_k={self.top_k} must be 0 (keep every token) or more")
 
     @classmethod
+    def of(cls, model: HasRules, **changes: Any) -> DuplexConfig:
+        """The model's own settings (`decoding` of a2t.models.base.DuplexModel), then `changes`."""
+        return cls(**{**model.decoding, **changes})
+
+    @classmethod
     def minicpmo(cls, **changes: Any) -> DuplexConfig:
         """MiniCPM-o 4.5's own settings."""
-        own: dict[str, Any] = {
-            "first_token_is_text": False,
-            "greedy": False,
-            "temperature": 0.7,
-            "top_k": 20,
-            "top_p": 0.8,
-            "repetition_penalty": 1.05,
-            "length_penalty": 1.1,
-        }
-        return cls(**{**own, **changes})
+        from a2t.models.minicpmo import DECODING  # brings transformers, which not everybody needs
+
+        return cls(**{**DECODING, **changes})
 
 
 class NativeDecoder:

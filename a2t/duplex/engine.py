@@ -1,8 +1,8 @@
 """Drives many conversations, one batched language-model forward a step. Knows no sockets.
 
-A step takes the audio of every conversation that has a whole unit waiting (encoded in one batch), collects what each
-unit loop wants to feed next (prefill and decode rows mixed), runs one forward over all of it, and sends each loop its
-logits.  One conversation is the case N = 1.  An engine belongs to one thread.
+A step takes the audio of every conversation that has a whole unit waiting (encoded in one batch), collects what the
+unit loops want to feed next (prefill and decode rows mixed, the nearest deadline first), runs one forward over it, and
+sends each loop its logits.  One conversation is the case N = 1.  An engine belongs to one thread.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,13 @@ import torch
 from a2t.duplex import snapshot
 from a2t.duplex.batcher import Batcher, Observer, Task
 from a2t.duplex.conversation import CacheFull, Conversation, ConversationConfig, UnitStats
-from a2t.duplex.eviction import apply_policy
+from a2t.duplex.eviction import carry_out, plan
+from a2t.duplex.feeds import Held
 from a2t.duplex.journal import Journal, Question
+from a2t.duplex.pace import EngineConfig, Overloaded, Pace
 from a2t.duplex.protocol import SpecialTokens
 from a2t.duplex.unit_loop import Feed, Reply, UnitLoop, UnitResult
-from a2t.kv.cache import ArenaFull
+from a2t.kv.cache import ArenaFull, rows_in
 from a2t.kv.eviction import Eviction
 from a2t.kv.ledger import Ledger
 from a2t.kv.split import make_arena
@@ -38,25 +39,22 @@ __all__ = [
     "EngineConfig",
     "Finished",
     "Observer",
+    "Overloaded",
     "UnitStats",
 ]
 
 Finished = tuple[Conversation, UnitResult, UnitStats]
 
 
-@dataclass(frozen=True)
-class EngineConfig:
-    unit_seconds: float = 1.0
-    """The deadline of a unit's processing: a unit that takes longer counts as missed."""
-    side_channel_budget_s: float | None = 0.8
-    """Processing time after which the side channel is told to hurry. None: never, so that what is decoded does not
-    depend on the speed of the machine (evaluation)."""
-    scratch_rows: int = 1
-    """Rows of the arena kept free of conversations, for text questions."""
+QUESTION_S = 5.0
+"""When a text question should be answered; units come first."""
 
 
 class Engine:
     """Owns the KV arena of one model and runs all its conversations in one batch.
+
+    The arena is made once, of `rows` conversations of `capacity` positions, or of as many as fit `memory` bytes with
+    the scratch rows, and stays at its address.
 
     `observer(conversation, feed, positions, h_TD)` is called after each forward with every conversation's feed, the
     positions that it got and its final hidden states [T, D]: what the model said can be recorded without a second
@@ -68,15 +66,20 @@ class Engine:
         model: DuplexModel,
         rows: int = 1,
         capacity: int = 16384,
+        *,
+        memory: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
         config: EngineConfig | None = None,
         observer: Observer | None = None,
     ):
         self.model, self.clock = model, clock
         self.config = config or EngineConfig()
+        if memory is not None:
+            rows = rows_in(memory, model.shape, capacity) - self.config.scratch_rows
         self.rows = rows
         self.arena = make_arena(model.shape, rows + self.config.scratch_rows, capacity)
-        self._batcher = Batcher(model, self.arena, clock, self.config.side_channel_budget_s, observer)
+        self._batcher = Batcher(model, self.arena, clock, self.config.step_tokens, observer)
+        self.pace = Pace(self.config)
         self.tokens = SpecialTokens.from_lookup(model.tokenizer.token_id)
         self.conversations: dict[str, Conversation] = {}
         self._finished: list[Finished] = []
@@ -85,7 +88,8 @@ class Engine:
     # conversations
 
     def open(self, config: ConversationConfig | None = None, id: str | None = None) -> Conversation:
-        """Admits a conversation; its system prompt is fed with the next step. ArenaFull if every row is taken."""
+        """Admits a conversation; its system prompt is fed with the next step. ArenaFull if every row is taken,
+        Overloaded if there is no time for another."""
         config = config or ConversationConfig()
         prompt = self.model.default_prompt if config.system_prompt is None else config.system_prompt
         ids = self.model.tokenizer.encode(prompt) if prompt else []  # may refuse the prompt: before a row is taken
@@ -101,15 +105,22 @@ class Engine:
         return conversation
 
     def admit(self, config: ConversationConfig, id: str | None) -> Conversation:
-        """A conversation with an empty row and nothing fed. ArenaFull if every row is taken, ValueError if `id` is."""
+        """A conversation with an empty row and nothing fed. ArenaFull if every row is taken, Overloaded if there is no
+        time for another, ValueError if `id` is taken."""
         id = id or uuid.uuid4().hex
         if id in self.conversations:
             raise ValueError(f"conversation {id} is already open; close it first or choose another id")
         if len(self.conversations) >= self.rows:
             raise ArenaFull(f"all {self.rows} rows are taken; close a conversation or make an engine with more rows")
+        if not self.room:
+            raise Overloaded(
+                f"{len(self.conversations)} conversations at {1000 * self.pace.unit_cost_s:.0f} ms a unit leave no "
+                f"time for another within {self.config.admit_load:.0%} of each second; close one or use another engine"
+            )
         loop = UnitLoop(self.tokens, self.model.tokenizer.decode, config.duplex)
         state = self.model.encoder.new_state()
-        conversation = Conversation(id, config, -1, loop, state)  # bad settings raise before a row is taken
+        # bad settings raise before a row is taken
+        conversation = Conversation(id, config, loop, state, self.config.unit_seconds)
         conversation.row = self.arena.allocate()
         self.conversations[id] = conversation
         return conversation
@@ -119,7 +130,9 @@ class Engine:
     ) -> None:
         """Queues `steps` for a conversation's row; its units wait until they are through."""
         c = conversation
-        self._batcher.start(Task(c.row, c.ledger, steps, lambda _result, _task: done(), c, self.clock()))
+        now = self.clock()
+        due = now + self.config.unit_seconds
+        self._batcher.start(Task(c.row, c.ledger, steps, lambda _result, _task: done(), c, now, due))
 
     def push(self, conversation: Conversation, pcm_S: np.ndarray, force_listen: bool = False) -> None:
         """Appends 16 kHz mono float32 samples [S], any number of them.
@@ -136,6 +149,12 @@ class Engine:
         self._batcher.tasks = [task for task in self._batcher.tasks if task.conversation is not conversation]
         self.arena.release(conversation.row)
         del self.conversations[conversation.id]
+
+    @property
+    def room(self) -> int:
+        """How many more conversations there are rows for, and time by what a unit has cost so far."""
+        rows, most = self.rows - len(self.conversations), self.pace.most()
+        return rows if most is None else max(0, min(rows, most - len(self.conversations)))
 
     # work
 
@@ -201,7 +220,8 @@ class Engine:
             asked.ids, asked.answer, asked.done = ids, self.model.tokenizer.decode(ids), True
 
         steps = journal.answer(self.tokens, layout, max_tokens)
-        self._batcher.start(Task(row, Ledger(), steps, done, None, self.clock()))
+        now = self.clock()
+        self._batcher.start(Task(row, Ledger(), steps, done, None, now, now + QUESTION_S))
         return asked
 
     def save(self, conversation: Conversation, folder: str | Path) -> None:
@@ -223,7 +243,18 @@ class Engine:
 
     def evict(self, conversation: Conversation) -> Eviction:
         """Applies the conversation's policy; called after each unit."""
-        return apply_policy(self.model, self.arena, conversation)
+        eviction = plan(conversation)
+        renumbers = eviction.rotation is not None or eviction.refeed is not None
+        if renumbers or (eviction and conversation.held is not None and conversation.held.leaving):
+            self.settle(conversation)
+        carry_out(self.model, self.arena, conversation, eviction)
+        return eviction
+
+    @torch.no_grad()
+    def settle(self, conversation: Conversation) -> None:
+        """Feeds the tokens that end its last unit now, in a forward of their own, and drops what leaves with them: the
+        arena then holds what the ledger says. Otherwise they come with the next unit."""
+        self._batcher.settle(conversation)
 
     def unit_room(self, conversation: Conversation) -> int:
         """Positions that its next unit may take."""
@@ -242,12 +273,14 @@ class Engine:
 
     @torch.no_grad()
     def _step(self, ready: list[Conversation]) -> None:
+        begun, finished = self.clock(), len(self._finished)
         self._take_units(ready)
         self._batcher.step()
+        self.pace.note(self.clock() - begun, len(self._finished) - finished)
 
     def _take_units(self, ready: list[Conversation]) -> None:
         for c in ready:
-            if c.ledger.residents + self.unit_room(c) > self.arena.capacity:
+            if self._needs(c) > self.arena.capacity:
                 c.error = CacheFull(c, self.arena.capacity)
                 self._errors.append(c.error)
         ready = [c for c in ready if c.error is None]
@@ -257,19 +290,40 @@ class Engine:
         audio_NAD = self.model.encoder.encode([c.encoder_state for c in ready])
         for c, audio_AD in zip(ready, audio_NAD, strict=True):
             unit = c.waiting.popleft()
-            steps = c.loop.unit(audio_AD, unit.force_listen)
-            self._batcher.start(Task(c.row, c.ledger, steps, self._finish_unit, c, now, now - unit.arrived))
+            task = Task(
+                c.row,
+                c.ledger,
+                c.loop.unit(audio_AD, unit.force_listen),
+                self._finish_unit,
+                c,
+                started=now,
+                deadline=unit.deadline,
+                wait_s=now - unit.arrived,
+            )
+            if self.config.side_channel_budget_s is not None:
+                task.hurry_at = unit.deadline - max(0.0, self.config.unit_seconds - self.config.side_channel_budget_s)
+            self._batcher.start(task)
+
+    def _needs(self, c: Conversation) -> int:
+        """The most positions that its row will hold during the next unit: what leaves does so after the first feed."""
+        after = c.ledger.residents + self.unit_room(c)
+        if c.held is None:
+            return after
+        first = len(c.held.ids) + 1 + self.model.encoder.embeddings_per_unit + c.loop.DRAFTS
+        return max(after, self.arena.lengths[c.row] + first)
 
     def _finish_unit(self, result: UnitResult, task: Task) -> None:
         c = task.conversation
         assert c is not None
         c.units += 1
+        ids, kinds = c.loop.take_held()
+        c.held = Held(tuple(ids), tuple(kinds), result.unit, c.ledger.append(kinds, result.unit).start)
         eviction = self.evict(c)
         c.journal.note(result, c.loop.state_dict(), c.ledger.next_position)
         if self.model.shape.device.type == "cuda":  # what was queued for this unit counts as its time
             torch.cuda.synchronize(self.model.shape.device)
-        unit_s = self.clock() - task.started
-        missed = unit_s > self.config.unit_seconds
+        now = self.clock()
+        missed = now > task.deadline
         c.deadline_misses += missed
         c.stats = UnitStats(
             unit=result.unit,
@@ -277,11 +331,11 @@ class Engine:
             peak=c.ledger.peak,
             evicted=len(eviction.drop),
             evicted_units=eviction.units,
-            unit_ms=1000 * unit_s,
+            unit_ms=1000 * (now - task.started),
             wait_ms=1000 * task.wait_s,
             forwards=task.forwards,
             encoder_bytes=c.encoder_state.nbytes,
-            kv_bytes=self.arena.nbytes_resident(c.row),
+            kv_bytes=c.ledger.residents * self.arena.bytes_per_position,
             deadline_missed=missed,
         )
         self._finished.append((c, result, c.stats))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -15,16 +17,27 @@ from a2t.kv.windows import ReadsText
 from a2t.models.base import DuplexModel
 
 
-def apply_policy(model: DuplexModel, arena: KVArena, conversation: Conversation) -> Eviction:
-    """Asks the conversation's policy and does what it says: drop, then renumber and rotate, then feed a prefix anew."""
-    ledger, row, policy = conversation.ledger, conversation.row, conversation.policy
+def plan(conversation: Conversation) -> Eviction:
+    """What the conversation's policy wants to leave."""
+    ledger, policy = conversation.ledger, conversation.policy
     if isinstance(policy, ReadsText):
-        eviction = policy.plan_with_text(ledger, [unit.response_ids for unit in conversation.journal.units])
-    else:
-        eviction = policy.plan_eviction(ledger, conversation.budget)
+        return policy.plan_with_text(ledger, [unit.response_ids for unit in conversation.journal.units])
+    return policy.plan_eviction(ledger, conversation.budget)
+
+
+def carry_out(model: DuplexModel, arena: KVArena, conversation: Conversation, eviction: Eviction) -> None:
+    """Does what the policy says: drop, then renumber and rotate, then feed a prefix anew.
+
+    The tokens held over from the last unit are to see what is dropped: then the ledger drops it now, the arena with the
+    feed that brings them.  Rotation needs the arena as it is, so nothing may be held over then (Engine.settle).
+    """
+    ledger, row, held = conversation.ledger, conversation.row, conversation.held
     if eviction.drop:
         ledger.drop(eviction.drop)
-        arena.drop(row, eviction.drop)
+        if held is not None:
+            conversation.held = replace(held, leaving=eviction.drop)
+        else:
+            arena.drop(row, eviction.drop)
     if eviction.rotation is not None:
         first, delta = eviction.rotation.first, eviction.rotation.delta
         slots = ledger.slots(lambda resident: resident.position >= first)
@@ -32,7 +45,6 @@ def apply_policy(model: DuplexModel, arena: KVArena, conversation: Conversation)
         arena.rotate(row, slots, delta, _inv_freq(model))
     if eviction.refeed is not None:
         _feed_before(model, arena, row, ledger, eviction.refeed)
-    return eviction
 
 
 def _feed_before(model: DuplexModel, arena: KVArena, row: int, ledger: Ledger, refeed: Refeed) -> None:

@@ -17,16 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from a2t.duplex.feeds import PREFILL, Feed, Reply, UnitResult
 from a2t.duplex.protocol import Layout, SpecialTokens, UnitTokens, after_audio, text_question_layout
-from a2t.duplex.unit_loop import Feed, Reply, UnitLoop, UnitResult
+from a2t.duplex.unit_loop import UnitLoop
 from a2t.kv.kinds import TEXT, Kind
 from a2t.models.base import TextTokenizer
 
 if TYPE_CHECKING:
     from a2t.duplex.engine import Conversation, Engine
-
-REBUILD_FEED = 256
-"""Text positions that are fed at once when a cache is rebuilt."""
 
 
 @dataclass(frozen=True)
@@ -127,13 +125,14 @@ class Journal:
         tokens. The side channel's tokens are forbidden."""
         forbidden = [i for i in (tokens.asr_start, tokens.asr_end, tokens.tts_pad) if i is not None]
         split = layout.units.count(-1)
-        if split:
-            yield Feed(layout.ids[:split], layout.kinds[:split], unit=-1)
-        reply = yield Feed(layout.ids[split:], layout.kinds[split:], unit=0, want=1)
+        cuts = [*range(0, split, PREFILL), *range(split, len(layout), PREFILL), len(layout)]
+        for start, stop in pairwise(cuts[:-1]):
+            yield Feed(layout.ids[start:stop], layout.kinds[start:stop], layout.units[start])
+        reply = yield Feed(layout.ids[cuts[-2] :], layout.kinds[cuts[-2] :], unit=0, want=1)
         ids: list[int] = []
         for _ in range(max_tokens):
             assert reply.logits is not None
-            logits_V = reply.logits.clone()
+            logits_V = reply.logits[-1].clone()
             logits_V[forbidden] = -torch.inf
             token = int(logits_V.argmax())
             if token == tokens.turn_eos or token in tokens.terminators:
@@ -255,8 +254,8 @@ class _Text:
 
 
 def _joined(text: Sequence[_Text], keep_positions: bool) -> Iterator[Feed]:
-    for start in range(0, len(text), REBUILD_FEED):
-        part = text[start : start + REBUILD_FEED]
+    for start in range(0, len(text), PREFILL):
+        part = text[start : start + PREFILL]
         feed = Feed([t.token for t in part], [t.kind for t in part], unit=part[-1].unit, units=[t.unit for t in part])
         if keep_positions:
             feed.positions = [t.position for t in part]

@@ -10,14 +10,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from a2t.duplex.conversation import Conversation, ConversationConfig, Waiting
+from a2t.duplex.conversation import Conversation, ConversationConfig
+from a2t.duplex.feeds import Held
 from a2t.duplex.journal import Journal
 from a2t.kv.ledger import Ledger
 
 if TYPE_CHECKING:
     from a2t.duplex.engine import Engine
 
-VERSION = 1
+VERSION = 2
 TENSORS, VALUES = "conversation.safetensors", "conversation.json"
 CACHE, ENCODER = "cache.", "encoder."
 
@@ -37,6 +38,7 @@ def save(engine: Engine, conversation: Conversation, folder: Path) -> None:
         "id": c.id,
         "config": c.config.to_json(),
         "ledger": c.ledger.to_json(),
+        "held": None if c.held is None else c.held.to_json(),
         "loop": c.loop.state_dict(),
         "journal": c.journal.to_json(),
         "encoder": encoder_meta,
@@ -58,7 +60,9 @@ def restore(engine: Engine, folder: Path, id: str | None) -> Conversation:
     try:
         engine.arena.load(c.row, {k.removeprefix(CACHE): t for k, t in tensors.items() if k.startswith(CACHE)})
         c.ledger = Ledger.from_json(values["ledger"])
-        if c.ledger.residents != engine.arena.lengths[c.row]:
+        c.held = None if values["held"] is None else Held.from_json(values["held"])
+        unfed, leaving = (len(c.held.ids), len(c.held.leaving)) if c.held is not None else (0, 0)
+        if c.ledger.residents != engine.arena.lengths[c.row] + unfed - leaving:
             raise ValueError(
                 f"{folder}: the ledger lists {c.ledger.residents} positions and the cache holds "
                 f"{engine.arena.lengths[c.row]}; it is damaged, rebuild from the journal"
@@ -71,7 +75,8 @@ def restore(engine: Engine, folder: Path, id: str | None) -> Conversation:
     c.loop.load_state_dict(values["loop"])
     c.journal = Journal.from_json(values["journal"])
     now = engine.clock()
-    c.waiting.extend(Waiting(now, forced) for forced in values["force_listen_waiting"])
+    for forced in values["force_listen_waiting"]:
+        c.queue(now, forced)
     c.force_listen_asked, c.units = values["force_listen_asked"], values["units"]
     c.deadline_misses = values["deadline_misses"]
     return c

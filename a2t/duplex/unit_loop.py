@@ -9,71 +9,31 @@ Native rules are MiniCPM-o's duplex loop; the side channel follows DESIGN.md sec
 - **carry-over**: a segment cut by `hurry` was in the middle of its sentence, and the words not yet written are still in
   the cache as audio.  The loop therefore opens the next unit's segment itself, even where `<|asr_start|>` is not the
   argmax, and the model goes on where it stopped.  The same happens where `hurry` kept a segment from opening at all.
+
+Two things keep forwards few, and neither changes what is decoded:
+
+- the tokens that end a unit are predicted by nobody and ask for nothing: they are **held over** (`take_held`), to be
+  fed with the next unit's marker and audio;
+- the tokens that will likely come after the audio are **drafted** into the same feed.  The logits after the audio
+  confirm `<|listen|>`, those after it `<|asr_start|>`; where the model chooses otherwise the loop takes the rest back
+  (`Reply.rejected`).  A choice is made from the same logits and, where it is drawn, by the same draw.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from a2t.duplex.decoding import DuplexConfig, NativeDecoder
+from a2t.duplex.feeds import PREFILL, ClosedBy, Feed, Reply, Said, Steps, UnitResult
 from a2t.duplex.protocol import AUDIO_ID, SpecialTokens, UnitTokens, after_audio
 from a2t.kv.kinds import Kind
 
-ClosedBy = Literal["model", "limit", "control", "budget"]
-
-
-@dataclass
-class Feed:
-    """Positions to feed at once. `want` trailing positions' logits are asked for (0 or 1)."""
-
-    ids: list[int]  # AUDIO_ID where a row of `audio_AD` goes
-    kinds: list[Kind]
-    unit: int  # -1 for the prefix
-    audio_AD: Tensor | None = None
-    want: int = 0
-    positions: list[int] | None = None  # where a cache is rebuilt with gaps; None: the next ones
-    units: list[int] | None = None  # of each position, where they differ; None: all of `unit`
-
-
-@dataclass
-class Reply:
-    """The engine's answer to a Feed: logits [V] and final hidden state [D] of its last position, if it wanted them."""
-
-    logits: Tensor | None = None
-    hidden: Tensor | None = None
-    hurry: bool = False  # the side channel's time is used up: close the segment now, carry over the rest
-
-
-@dataclass
-class UnitResult:
-    unit: int
-    listening: bool  # the unit ended on <|listen|>
-    decision: int  # first native token
-    end_of_turn: bool
-    native_ids: list[int]  # as fed, first decision .. terminator, without </unit>
-    response_ids: list[int] = field(default_factory=list)  # text tokens of the response
-    response_text: str = ""
-    transcript_ids: list[int] = field(default_factory=list)
-    transcript_text: str = ""
-    segment_opened: bool = False
-    segment_closed_by: ClosedBy | None = None  # "budget" with segment_opened False: there was no time to open it
-    speech_ids: list[int] = field(default_factory=list)
-    """What a speech decoder is given, as MiniCPM-o's is: every native token that is no terminator (a `<|turn_eos|>`
-    included), the first one only where it is text."""
-    speech_hidden_ND: Tensor | None = None  # final hidden states of `speech_ids`; None if there are none
-
-    @property
-    def tokens(self) -> UnitTokens:
-        """The unit as `protocol.after_audio` lays it out."""
-        return UnitTokens(tuple(self.native_ids), tuple(self.transcript_ids) if self.segment_opened else None)
-
-
-Steps = Generator[Feed, Reply, UnitResult]
+__all__ = ["Feed", "Reply", "Steps", "UnitLoop", "UnitResult"]
 
 
 class UnitLoop:
@@ -83,6 +43,8 @@ class UnitLoop:
     `decode` turns ids into text and must leave special tokens out.
     """
 
+    DRAFTS = 2  # the most that are fed behind a unit's audio
+
     def __init__(
         self, tokens: SpecialTokens, decode: Callable[[Sequence[int]], str], config: DuplexConfig | None = None
     ):
@@ -91,6 +53,7 @@ class UnitLoop:
         self.next_unit = 0
         self.turn_open = False
         self.carry_over = False
+        self._held: list[tuple[int, Kind]] = []
         self.side_channel = self.config.side_channel and tokens.has_side_channel
 
     def positions_per_unit(self, audio_per_unit: int) -> int:
@@ -99,12 +62,13 @@ class UnitLoop:
         return 1 + audio_per_unit + segment + max(self.config.max_new_speak_tokens_per_chunk, 2) + 1
 
     def prefix(self, ids: Sequence[int]) -> Generator[Feed, Reply, None]:
-        """Feeds the system prompt."""
-        if ids:
-            yield Feed(list(ids), [Kind.PREFIX] * len(ids), unit=-1)
+        """Feeds the system prompt, in pieces that others' feeds have room beside."""
+        for start in range(0, len(ids), PREFILL):
+            part = list(ids[start : start + PREFILL])
+            yield Feed(part, [Kind.PREFIX] * len(part), unit=-1)
 
     def unit(self, audio_AD: Tensor, force_listen: bool = False) -> Steps:
-        """One unit from its audio embeddings [A, D]; returns its result.
+        """One unit from its audio embeddings [A, D]; returns its result and leaves its last tokens to `take_held`.
 
         `force_listen` lets the model listen whatever it predicts; an open turn is closed with `<|turn_eos|>` first.
         """
@@ -123,6 +87,11 @@ class UnitLoop:
         for token in unit.native:
             self.note(token)
         return self.result(index, list(unit.native), list(unit.segment or ()), unit.segment is not None)
+
+    def take_held(self) -> tuple[list[int], list[Kind]]:
+        """The tokens that end the last unit, not fed yet; they come before anything else."""
+        held, self._held = self._held, []
+        return [token for token, _ in held], [kind for _, kind in held]
 
     def note(self, token: int) -> None:
         """Keeps track of the turn: text and `<|speak|>` open it, `<|turn_eos|>` closes it, terminators leave it."""
@@ -180,57 +149,96 @@ class _Unit:
 
     def __init__(self, loop: UnitLoop, force_listen: bool):
         self.loop, self.tokens, self.config = loop, loop.tokens, loop.config
-        self.index, self.force_listen = loop.next_unit, force_listen
+        self.index = loop.next_unit
+        self.script = ([self.tokens.turn_eos] if loop.turn_open else []) + [self.tokens.listen] if force_listen else []
         self.native: list[int] = []
         self.transcript: list[int] = []
         self.opened = False
         self.closed_by: ClosedBy | None = None
         self.hidden: dict[int, Tensor] = {}  # by index in `native`
-
-    def feed(self, ids: list[int], kinds: list[Kind], want: int = 1) -> Feed:
-        return Feed(ids, kinds, self.index, want=want)
+        self.reply = Reply()  # the last
+        self.drafted: deque[tuple[int, Said]] = deque()  # of the last feed, neither confirmed nor taken back
 
     def steps(self, audio_AD: Tensor) -> Steps:
         t, loop = self.tokens, self.loop
         n = len(audio_AD)
         ids, kinds = [t.unit] + [AUDIO_ID] * n, [Kind.MARKER] + [Kind.AUDIO] * n
-        reply = yield Feed(ids, kinds, self.index, audio_AD, want=1)
-        script = ([t.turn_eos] if loop.turn_open else []) + [t.listen] if self.force_listen else []
+        said = yield from self.feed(ids, kinds, self.likely_first(), audio_AD)
         while True:
             step = len(self.native)
-            if script:
-                token = script.pop(0)
+            if self.script:
+                token = self.script.pop(0)
             elif step == self.config.max_new_speak_tokens_per_chunk - 1:
                 token = t.chunk_eos
             else:
-                token = self.choose(reply)
+                token = self.choose(said.logits)
             self.native.append(token)
             loop.note(token)
-            kind = t.native_kind(token)
-            last = token in t.terminators
+            kind, last = t.native_kind(token), token in t.terminators
             if step == 0 and loop.side_channel:
-                reply = yield self.feed([token], [kind])
-                self.remember(step, reply)
-                reply = yield from self.segment(reply, last)
-                if last:
-                    break
+                assert t.asr_start is not None
+                said = yield from self.feed([token], [kind], [(t.asr_start, Kind.ASR)])
+                self.remember(step, said)
+                said = yield from self.segment(said, last)
             elif last:
-                yield self.feed([token, t.unit_end], [kind, Kind.TERMINATOR], want=0)
-                break
+                self.hold([token, t.unit_end], [kind, Kind.TERMINATOR])
             else:
-                reply = yield self.feed([token], [kind])
-                self.remember(step, reply)
-        return self.finish()
+                said = yield from self.feed([token], [kind])
+                self.remember(step, said)
+            if last:
+                return self.finish()
 
-    def remember(self, step: int, reply: Reply) -> None:
-        if reply.hidden is not None and self.loop.is_spoken(step, self.native[step]):
-            self.hidden[step] = reply.hidden
+    def likely_first(self) -> list[tuple[int, Kind]]:
+        """What will likely follow the audio, as far as it pays to draft it."""
+        t = self.tokens
+        first = self.script[0] if self.script else None if self.loop.turn_open else t.listen
+        if first is None or not self.loop.side_channel:
+            return []
+        assert t.asr_start is not None
+        return [(first, t.native_kind(first)), (t.asr_start, Kind.ASR)]
 
-    def choose(self, reply: Reply) -> int:
+    def feed(
+        self,
+        ids: list[int],
+        kinds: list[Kind],
+        drafts: list[tuple[int, Kind]] | None = None,
+        audio_AD: Tensor | None = None,
+    ) -> Generator[Feed, Reply, Said]:
+        """Feeds positions, and `drafts` behind them; returns what is said after the last of `ids`. A token that was
+        drafted already is not fed again: its answer is there."""
+        if self.drafted and ids == [self.drafted[0][0]]:
+            return self.drafted.popleft()[1]
+        self.take_back()
+        drafts = drafts if drafts and self.config.draft else []
+        ids, kinds = ids + [token for token, _ in drafts], kinds + [kind for _, kind in drafts]
+        ending = self.native[-1] if self.native else drafts[0][0] if drafts else None
+        left = 0 if ending in self.tokens.terminators else self.config.max_new_speak_tokens_per_chunk - len(self.native)
+        feed = Feed(ids, kinds, self.index, audio_AD, want=1 + len(drafts), forwards_left=left)
+        self.reply = reply = yield feed
+        assert reply.logits is not None and len(reply.logits) == feed.want
+        hidden = reply.hidden if reply.hidden is not None else [None] * feed.want
+        said = [Said(logits, h, reply.hurry) for logits, h in zip(reply.logits, hidden, strict=True)]
+        self.drafted.extend((token, answer) for (token, _), answer in zip(drafts, said[1:], strict=True))
+        return said[0]
+
+    def take_back(self) -> None:
+        """What was drafted and not confirmed is not part of the conversation."""
+        self.reply.rejected = len(self.drafted)
+        self.drafted.clear()
+
+    def hold(self, ids: list[int], kinds: list[Kind]) -> None:
+        """Keeps the unit's last tokens for the next feed."""
+        self.take_back()
+        self.loop._held = list(zip(ids, kinds, strict=True))
+
+    def remember(self, step: int, said: Said) -> None:
+        if said.hidden is not None and self.loop.is_spoken(step, self.native[step]):
+            self.hidden[step] = said.hidden
+
+    def choose(self, logits_V: Tensor) -> int:
         """A native token by the model, held to the turn and to the character limit."""
         t, loop = self.tokens, self.loop
-        assert reply.logits is not None
-        token = loop.decoder.choose(reply.logits)
+        token = loop.decoder.choose(logits_V)
         if token == t.listen and loop.turn_open:
             token = t.tts_bos
         limit = self.config.chunk_char_limit
@@ -242,30 +250,29 @@ class _Unit:
                 return t.chunk_eos
         return token
 
-    def segment(self, reply: Reply, ends_unit: bool) -> Generator[Feed, Reply, Reply]:
-        """The side channel after the first native token, then `</unit>` if that token `ends_unit`. Returns the reply
-        whose logits predict the next native token."""
+    def segment(self, said: Said, ends_unit: bool) -> Generator[Feed, Reply, Said]:
+        """The side channel after the first native token, then `</unit>` if that token `ends_unit`. Returns what
+        predicts the next native token."""
         t, loop = self.tokens, self.loop
-        assert t.asr_start is not None and t.asr_end is not None and reply.logits is not None
+        assert t.asr_start is not None and t.asr_end is not None
         end = ([t.unit_end], [Kind.TERMINATOR]) if ends_unit else ([], [])
-        wanted = loop.carry_over or int(reply.logits.argmax()) == t.asr_start
-        loop.carry_over = wanted and reply.hurry
-        if not wanted or reply.hurry:
+        wanted = loop.carry_over or int(said.logits.argmax()) == t.asr_start
+        loop.carry_over = wanted and said.hurry
+        if not wanted or said.hurry:
             self.closed_by = "budget" if wanted else None
             if ends_unit:
-                yield self.feed(*end, want=0)
-            return reply
+                self.hold(*end)
+            return said
         self.opened = True
         ids, kinds = [t.asr_start], [Kind.ASR]
         while self.closed_by is None:
-            reply = yield self.feed(ids, kinds)
-            assert reply.logits is not None
-            token = int(reply.logits.argmax())
+            said = yield from self.feed(ids, kinds)
+            token = int(said.logits.argmax())
             if token == t.asr_end:
                 self.closed_by, ids, kinds = "model", [], []
             elif not loop.is_text(token):
                 self.closed_by, ids, kinds = "control", [], []
-            elif reply.hurry:
+            elif said.hurry:
                 # The predicted word is not fed: the model will predict it again when the next segment opens.
                 self.closed_by, ids, kinds = "budget", [], []
                 loop.carry_over = True
@@ -274,7 +281,11 @@ class _Unit:
                 ids, kinds = [token], [Kind.TRANSCRIPT]
                 if len(self.transcript) == self.config.max_transcript_tokens:
                     self.closed_by = "limit"
-        return (yield self.feed(ids + [t.asr_end] + end[0], kinds + [Kind.ASR] + end[1], want=0 if ends_unit else 1))
+        ids, kinds = ids + [t.asr_end] + end[0], kinds + [Kind.ASR] + end[1]
+        if ends_unit:
+            self.hold(ids, kinds)
+            return said
+        return (yield from self.feed(ids, kinds))
 
     def finish(self) -> UnitResult:
         result = self.loop.result(self.index, self.native, self.transcript, self.opened)

@@ -1,7 +1,8 @@
 """Attention of packed rows over the KV arena, and its door into transformers.
 
 Query groups are folded into the query length, so keys and values are read once and never repeated. A query sees every
-resident of its row; causality exists only among the row's new tokens, so the one mask there is covers that tail.
+resident of its row; causality exists only among the row's new tokens, so a mask covers that tail, and the slots that
+leave in the middle of a feed (cache.Leaving).
 Suffixes as in cache.py, and: Q query heads, G query heads a KV head, t one row's new tokens.
 """
 
@@ -34,13 +35,16 @@ def packed_attention(q_1QTD: Tensor, batch: PackedBatch, layer: int, scale: floa
     """
     batch, layer = batch.at(layer)
     if varlen_fits(q_1QTD, batch):
-        return varlen_attention(q_1QTD, batch, layer, scale, varlen_attn)
+        out_1TQD = varlen_attention(q_1QTD, batch, layer, scale, varlen_attn)
+        for i, leaving in enumerate(batch.leaving):
+            if leaving is not None and leaving.after < batch.counts[i]:  # the kernel knows no such mask
+                new = slice(batch.offsets[i], batch.offsets[i] + batch.counts[i])
+                out_1TQD[0, new] = _row_attention(q_1QTD[0, :, new], batch, layer, i, scale)
+        return out_1TQD
     if len(batch.rows) == 1:
-        k_HLD, v_HLD = batch.dense(layer, 0)
-        return _row_attention(q_1QTD[0], k_HLD, v_HLD, scale)[None]
+        return _row_attention(q_1QTD[0], batch, layer, 0, scale)[None]
     q_rows = q_1QTD[0].split(batch.counts, 1)
-    outs = [_row_attention(q_QtD, *batch.dense(layer, i), scale) for i, q_QtD in enumerate(q_rows)]
-    return torch.cat(outs)[None]
+    return torch.cat([_row_attention(q_QtD, batch, layer, i, scale) for i, q_QtD in enumerate(q_rows)])[None]
 
 
 def varlen_fits(q_1QTD: Tensor, batch: PackedBatch) -> bool:
@@ -72,8 +76,9 @@ def varlen_attention(
     return out[None]
 
 
-def _row_attention(q_QtD: Tensor, k_HLD: Tensor, v_HLD: Tensor, scale: float) -> Tensor:
-    """One row: its t new tokens are the last t of the L keys. Returns [t, query heads, head_dim]."""
+def _row_attention(q_QtD: Tensor, batch: PackedBatch, layer: int, i: int, scale: float) -> Tensor:
+    """The batch's row i: its t new tokens are the last t of the L keys. Returns [t, query heads, head_dim]."""
+    k_HLD, v_HLD = batch.dense(layer, i)
     Q, t, D = q_QtD.shape
     H, L, _ = k_HLD.shape
     if t == 1:
@@ -84,17 +89,25 @@ def _row_attention(q_QtD: Tensor, k_HLD: Tensor, v_HLD: Tensor, scale: float) ->
         end = min(begin + QUERY_BLOCK, t)
         b, seen = end - begin, L - t + end
         q_HFD = q_QtD[:, begin:end].reshape(1, H, Q // H * b, D)
-        mask = _tail_mask(b, seen, Q // H, q_QtD.dtype, q_QtD.device)
+        mask = _mask(batch, i, begin, end, Q // H, q_QtD)
         o_HFD = F.scaled_dot_product_attention(q_HFD, k_HLD[None, :, :seen], v_HLD[None, :, :seen], mask, scale=scale)
         out[begin:end] = o_HFD.view(Q, b, D).transpose(0, 1)
     return out
 
 
-def _tail_mask(b: int, seen: int, groups: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[groups * b, seen]: zero but for the triangle that hides later new tokens from earlier ones."""
-    mask = torch.zeros((groups, b, seen), dtype=dtype, device=device)
-    mask[..., seen - b :] = _triangle(b, dtype, device)
-    return mask.view(groups * b, seen)
+def _mask(batch: PackedBatch, i: int, begin: int, end: int, groups: int, like: Tensor) -> Tensor:
+    """[groups * b, seen] of row i's new tokens begin..end: zero but for the triangle that hides later ones from earlier
+    ones, and for what has left. Made once for all layers."""
+    mask = batch.masks.get((i, begin))
+    if mask is None:
+        b, seen = end - begin, batch.starts[i] + end
+        mask = torch.zeros((groups, b, seen), dtype=like.dtype, device=like.device)
+        mask[..., seen - b :] = _triangle(b, like.dtype, like.device)
+        leaving = batch.leaving[i]
+        if leaving is not None and leaving.slots:
+            mask[:, max(leaving.after - begin, 0) :, list(leaving.slots)] = -torch.inf
+        mask = batch.masks[i, begin] = mask.view(groups * b, seen)
+    return mask
 
 
 @lru_cache(maxsize=64)

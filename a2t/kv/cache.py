@@ -22,6 +22,25 @@ class ArenaFull(RuntimeError):
     """No row is free."""
 
 
+class Leaving(NamedTuple):
+    """Slots that leave a row in the middle of its feed: the first `after` new tokens see them, the others do not, and
+    they are dropped when the batch is committed."""
+
+    after: int
+    slots: tuple[int, ...]
+
+
+def rows_in(nbytes: int, shape: LanguageShape, capacity: int) -> int:
+    """How many rows of `capacity` positions fit `nbytes` of memory. ValueError if none does."""
+    row = capacity * shape.bytes_per_position
+    if nbytes < row:
+        raise ValueError(
+            f"a row of {capacity} positions takes {row:,} bytes and {nbytes:,} are given; give more memory, or lower "
+            "the capacity (and with it the budget)"
+        )
+    return nbytes // row
+
+
 class KVArena:
     """Keys and values of `rows` conversations, each of at most `capacity` positions, in one tensor.
 
@@ -76,8 +95,10 @@ class KVArena:
         self._check(row)
         self.lengths[row] = 0
 
-    def pack(self, rows: Sequence[int], counts: Sequence[int]) -> PackedBatch:
-        """A step in which `rows[i]` feeds `counts[i]` new tokens, in packed order.
+    def pack(
+        self, rows: Sequence[int], counts: Sequence[int], leaving: Sequence[Leaving | None] | None = None
+    ) -> PackedBatch:
+        """A step in which `rows[i]` feeds `counts[i]` new tokens, in packed order, and `leaving[i]` leaves it.
 
         ValueError if a row is named twice, feeds nothing, or would outgrow the capacity.
         """
@@ -92,12 +113,23 @@ class KVArena:
                     f"row {row} holds {self.lengths[row]} positions and {count} more do not fit the capacity of "
                     f"{self.capacity}; evict (lower the budget) or make the arena with a larger capacity"
                 )
-        return PackedBatch(self, rows, counts)
+        return PackedBatch(self, rows, counts, leaving)
+
+    def take_back(self, row: int, count: int) -> None:
+        """Forget the `count` tokens at the row's tail."""
+        self._check(row)
+        assert 0 <= count <= self.lengths[row]
+        self.lengths[row] -= count
 
     def drop(self, row: int, slots: Collection[int]) -> None:
         """Forget `slots` of the row; the tail moves into the holes (a2t.kv.ledger.swap_moves)."""
         self._check(row)
-        moves = swap_moves(self.lengths[row], slots)
+        self._leave(row, slots, self.lengths[row])
+
+    def _leave(self, row: int, slots: Collection[int], before: int) -> None:
+        """Drop `slots` among the first `before`, as `drop` would have done then; what came since moves up."""
+        moves = swap_moves(before, slots)
+        moves += [(slot, slot - len(slots)) for slot in range(before, self.lengths[row]) if slots]
         if moves:
             kv = self._row_views[row]
             source, target = torch.tensor(moves, device=kv.device).unbind(1)
@@ -188,13 +220,21 @@ class PackedBatch:
     """Who feeds how many new tokens in one step, and where their keys and values go.
 
     `rows[i]` feeds `counts[i]` tokens, packed from `offsets[i]`; it held `starts[i]` positions before and holds
-    `ends[i]` after. Good for one forward: each layer calls `update`, the last step is `commit`.
+    `ends[i]` after (less what is `leaving[i]`, once committed). Good for one forward: each layer calls `update`, the
+    last step is `commit`.
     """
 
-    def __init__(self, arena: KVArena, rows: Sequence[int], counts: Sequence[int]) -> None:
+    def __init__(
+        self,
+        arena: KVArena,
+        rows: Sequence[int],
+        counts: Sequence[int],
+        leaving: Sequence[Leaving | None] | None = None,
+    ) -> None:
         self.arena = arena
         self.rows = tuple(rows)
         self.counts = tuple(counts)
+        self.leaving = tuple(leaving) if leaving is not None else (None,) * len(self.rows)
         self.starts = tuple(arena.lengths[row] for row in rows)
         self.ends = tuple(start + count for start, count in zip(self.starts, counts, strict=True))
         offsets = [0]
@@ -203,6 +243,7 @@ class PackedBatch:
         self.tokens = offsets.pop()
         self.offsets = tuple(offsets)
         self.committed = False
+        self.masks: dict[tuple[int, int], Tensor] = {}  # of attention, by row and first query: the same in every layer
         # views into the arena, made once a step: [H, count, D] to write, [H, end, D] to read; 2 * layer (+ 1) as above
         self._tails = [
             arena._row_views[row].narrow(2, start, count).unbind(0)
@@ -265,4 +306,7 @@ class PackedBatch:
         for row, start, end in zip(self.rows, self.starts, self.ends, strict=True):
             assert self.arena.lengths[row] == start, "the row changed between pack and commit"
             self.arena.lengths[row] = end
+        for row, start, leaving in zip(self.rows, self.starts, self.leaving, strict=True):
+            if leaving is not None:
+                self.arena._leave(row, leaving.slots, start + leaving.after)
         self.committed = True

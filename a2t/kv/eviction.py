@@ -25,7 +25,7 @@ class Refeed:
 @dataclass(frozen=True)
 class Eviction:
     """What leaves. `drop`: slots, ascending; `units`: those that lost evictable positions, oldest first;
-    `folded_units`: those whose transcript left the cache (it stays in the journal); `rotation`, `refeed`: as they say,
+    `folded_units`: those whose text left the cache (it stays in the journal); `rotation`, `refeed`: as they say,
     in this order, after the drop."""
 
     drop: tuple[int, ...] = ()

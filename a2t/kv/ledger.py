@@ -20,7 +20,7 @@ PREFIX_UNIT = -1
 
 
 class Tier(IntEnum):
-    """Kinds that leave together. EVICTABLE goes first; TRANSCRIPT only in the text tier `fold`; the others stay."""
+    """Kinds that leave together. EVICTABLE goes first; TRANSCRIPT and RESPONSE only in the text tier `fold`."""
 
     EVICTABLE = 0
     TRANSCRIPT = 1
@@ -131,6 +131,15 @@ class Ledger:
         kept = len(self.positions) - len(slots)
         del self.positions[kept:], self.kinds[kept:], self.units[kept:]
         return moves
+
+    def take_back(self, count: int) -> None:
+        """Unbook the `count` tokens fed last, as if they had never been: their positions are given again. They must be
+        at the tail still (nothing dropped since)."""
+        for _ in range(count):
+            slot = len(self.positions) - 1
+            assert self.positions[slot] == self.next_position - 1, "what is taken back was fed last"
+            self.drop([slot])
+            self.next_position -= 1
 
     def shift(self, slots: Collection[int], delta: int) -> None:
         """Renumber: the positions in `slots` and the next position move by `delta` (negative closes a gap).

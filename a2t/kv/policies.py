@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from heapq import merge
+from itertools import groupby
 from typing import Any, ClassVar, Literal, Protocol
 
 from a2t.kv.eviction import NOTHING, Eviction
@@ -30,7 +32,7 @@ class A2T:
     never those of the `retention_units` most recent units; text and prefix stay. Budget 0: everything eligible goes.
 
     `text_tier`: when that is not enough, `grow` lets the cache exceed the budget (the paper); `fold` lets the oldest
-    transcripts leave, whole units, outside the retention window. Responses and prefix stay in both.
+    text leave, heard and said, whole units, outside the retention window. The journal keeps it. The prefix stays.
     """
 
     name: ClassVar[str] = "a2t"
@@ -46,11 +48,11 @@ class A2T:
     def plan_eviction(self, ledger: Ledger, budget: int | None) -> Eviction:
         if budget is None or ledger.residents <= budget:
             return NOTHING
-        drop, units = _oldest_units(ledger, Tier.EVICTABLE, ledger.residents - budget, self.retention_units)
+        drop, units = _oldest_units(ledger, (Tier.EVICTABLE,), ledger.residents - budget, self.retention_units)
         folded: list[int] = []
         excess = ledger.residents - len(drop) - budget
         if excess > 0 and self.text_tier == "fold":
-            text, folded = _oldest_units(ledger, Tier.TRANSCRIPT, excess, self.retention_units)
+            text, folded = _oldest_units(ledger, (Tier.TRANSCRIPT, Tier.RESPONSE), excess, self.retention_units)
             drop += text
         return Eviction(drop=tuple(sorted(drop)), units=tuple(units), folded_units=tuple(folded))
 
@@ -90,17 +92,19 @@ class StreamingLLM:
         return Eviction(drop=tuple(sorted(drop)), units=tuple(units))
 
 
-def _oldest_units(ledger: Ledger, tier: Tier, excess: int, retention_units: int) -> tuple[list[int], list[int]]:
-    """Slots of `tier` of the oldest units, whole units, until `excess` slots are found or no unit is eligible."""
+def _oldest_units(
+    ledger: Ledger, tiers: tuple[Tier, ...], excess: int, retention_units: int
+) -> tuple[list[int], list[int]]:
+    """Slots of `tiers` of the oldest units, whole units, until `excess` slots are found or no unit is eligible."""
     drop: list[int] = []
     units: list[int] = []
     retained_from = ledger.last_unit - retention_units + 1
-    for unit in ledger.resident_units(tier):
-        if len(drop) >= excess:
+    for unit, _ in groupby(merge(*(ledger.resident_units(tier) for tier in tiers))):
+        if len(drop) >= excess or unit >= retained_from:
             break
-        if unit < retained_from:
+        for tier in tiers:
             drop += ledger.unit_slots(unit, tier)
-            units.append(unit)
+        units.append(unit)
     return drop, units
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from a2t.kv.cache import KVArena, PackedBatch
+from a2t.kv.cache import KVArena, Leaving, PackedBatch
 from a2t.kv.shape import LanguageShape
 
 
@@ -54,8 +54,13 @@ class SplitArena(KVArena):
     def clear(self, row: int) -> None:
         self._all(lambda part: part.clear(row))
 
-    def pack(self, rows: Sequence[int], counts: Sequence[int]) -> PackedBatch:
-        return SplitBatch(self, [part.pack(rows, counts) for part in self.parts])
+    def pack(
+        self, rows: Sequence[int], counts: Sequence[int], leaving: Sequence[Leaving | None] | None = None
+    ) -> PackedBatch:
+        return SplitBatch(self, [part.pack(rows, counts, leaving) for part in self.parts])
+
+    def take_back(self, row: int, count: int) -> None:
+        self._all(lambda part: part.take_back(row, count))
 
     def drop(self, row: int, slots: Collection[int]) -> None:
         self._all(lambda part: part.drop(row, slots))

@@ -75,6 +75,7 @@ def test_recorded_native_tokens_and_teacher_states_are_those_of_the_live_stream(
         pcm[: len(wav)] = wav
         engine.push(conversation, pcm)
         results = [result for _, result, _ in engine.run()]
+        engine.settle(conversation)
         assert [list(u.native) for u in example.units] == [r.native_ids for r in results]
         assert not conversation.loop.turn_open or len(results) > row.units()
         hidden = torch.cat([h for _, h in live])

@@ -12,6 +12,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from a2t.duplex.protocol import TOKEN_TEXT
+from a2t.kv.cache import PackedBatch
 from a2t.models.language import Qwen3OverArena
 
 AUDIO, UNIT, PROBES = 10, 16000, 16
@@ -129,11 +130,14 @@ class StubModel:
                 setattr(self.qwen.get_submodule(parent), child, Norm(norm))
         self.over_arena = Qwen3OverArena(self.qwen)
         self.shape = self.over_arena.shape
-        self.embed, self.forward = self.over_arena.embed, self.over_arena.forward
+        self.embed = self.over_arena.embed
         self.encoder = StubEncoder(config.hidden_size, dtype)
         self.bias_V = torch.zeros(config.vocab_size, dtype=dtype)
         for text, value in (BIAS if bias is None else bias).items():
             self.bias_V[self.tokenizer.ids[text]] = value
+
+    def forward(self, e_TD: Tensor, positions_T: Tensor, batch: PackedBatch) -> Tensor:
+        return self.over_arena.forward(e_TD, positions_T, batch)
 
     def logits(self, h_ND: Tensor) -> Tensor:
         return self.over_arena.logits(h_ND) + self.bias_V

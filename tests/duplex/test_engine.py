@@ -1,4 +1,4 @@
-"""The engine: exactness in float64, many conversations, time, bad input."""
+"""The engine: exactness in float64, many conversations, memory, bad input."""
 
 import numpy as np
 import pytest
@@ -14,15 +14,22 @@ UNTIMED = EngineConfig(side_channel_budget_s=None)
 
 
 class Recording:
-    """What every conversation was fed, its hidden states, and what was resident at each feed."""
+    """What every conversation was fed, its hidden states, and what each fed position sees: the residents at that time,
+    where tokens held over from the last unit still see what was evicted after it."""
 
     def __init__(self):
         self.fed = {}
+        self.resident = {}
 
     def __call__(self, conversation, feed, positions, h_TD):
-        self.fed.setdefault(conversation.id, []).append(
-            (feed, list(positions), set(conversation.ledger.positions), h_TD.clone())
-        )
+        before = self.resident.get(conversation.id, set())
+        now = set(conversation.ledger.positions)
+        sees = []
+        for n, position in enumerate(positions):
+            held_over = feed.units is not None and feed.units[n] != feed.unit
+            sees.append({p for p in (before | set(positions[:n]) if held_over else now) if p < position} | {position})
+        self.resident[conversation.id] = now
+        self.fed.setdefault(conversation.id, []).append((feed, list(positions), sees, h_TD.clone()))
 
     def hidden(self, id):
         return torch.cat([h_TD for *_, h_TD in self.fed[id]])
@@ -36,12 +43,8 @@ def full_forward(model, fed):
     e_TD = model.embed(ids_T.clamp(min=0))
     e_TD[ids_T == AUDIO_ID] = torch.cat([feed.audio_AD for feed, *_ in fed if feed.audio_AD is not None])
     seen_TT = torch.zeros((len(ids_T), len(ids_T)), dtype=torch.bool)
-    row = 0
-    for feed, _, resident, _ in fed:
-        column = torch.tensor([p in resident for p in positions])
-        for _ in feed.ids:
-            seen_TT[row] = column & (torch.arange(len(ids_T)) <= row)
-            row += 1
+    for row, sees in enumerate(sees for _, _, one, _ in fed for sees in one):
+        seen_TT[row] = torch.tensor([p in sees for p in positions])
     mask_11TT = torch.where(seen_TT, 0.0, -torch.inf).to(e_TD.dtype)[None, None]
     with torch.no_grad():
         out = model.qwen.model(
@@ -77,8 +80,8 @@ def test_streaming_with_eviction_equals_the_full_forward_with_the_row_dependent_
 
 
 def full_causal(model, fed):
-    everything = {p for _, fed_at, *_ in fed for p in fed_at}
-    return full_forward(model, [(feed, fed_at, everything, h) for feed, fed_at, _, h in fed])[0]
+    unhidden = [(feed, fed_at, [set(range(p + 1)) for p in fed_at], h) for feed, fed_at, _, h in fed]
+    return full_forward(model, unhidden)[0]
 
 
 SETTINGS = {
@@ -138,47 +141,22 @@ def test_forced_listening_holds_for_the_unit_that_is_being_filled():
     assert listened == [True, False, True, False, False]
 
 
-class Clock:
-    """Every look at it takes a tenth of a second."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        self.now += 0.1
-        return self.now
-
-
-def test_the_side_channel_stops_at_its_time_and_carries_over():
-    chatty = {"<|listen|>": 90.0, "<|asr_start|>": 95.0, "<|asr_end|>": -99.0, "cup": 100.0}
-
-    class Writing(StubModel):
-        """Listens, opens a segment, then writes without end."""
-
-        def logits(self, h_ND):
-            logits_NV = super().logits(h_ND)
-            logits_NV[:, self.tokenizer.ids["cup"]] -= 200 * (self.calls < 2)
-            logits_NV[:, self.tokenizer.ids["<|listen|>"]] += 20 * (self.calls == 0)
-            self.calls += 1
-            return logits_NV
-
-    model = Writing(0, bias=chatty)
-    engine = Engine(model, clock=Clock(), config=EngineConfig(side_channel_budget_s=0.55, unit_seconds=0.75))
-    conversation = engine.open(ConversationConfig(duplex=DuplexConfig(max_transcript_tokens=20)))
-    for _ in range(2):
-        model.calls = 0
-        engine.push(conversation, noise(1))
-        ((_, result, stats),) = engine.run()
-        # taken at t; the forwards end at t + .1, .2 ..; the first that is past t + .55 hurries: 3 words have been fed
-        assert result.segment_closed_by == "budget" and len(result.transcript_ids) == 3
-        assert conversation.loop.carry_over and conversation.loop.state_dict()["carry_over"]
-        assert stats.forwards == 7 and stats.unit_ms == pytest.approx(800) and stats.deadline_missed
-    assert conversation.deadline_misses == 2
-    untimed = Engine(model, clock=Clock(), config=UNTIMED)
-    conversation = untimed.open(ConversationConfig(duplex=DuplexConfig(max_transcript_tokens=20)))
-    model.calls = 0
-    untimed.push(conversation, noise(1))
-    assert untimed.run()[0][1].segment_closed_by == "limit"
+def test_an_arena_is_sized_by_the_memory_given_and_stays_where_it_is():
+    model = StubModel(1)
+    row = 300 * model.shape.bytes_per_position
+    with pytest.raises(ValueError, match="give more memory"):
+        Engine(model, capacity=300, memory=row - 1, config=UNTIMED)
+    engine = Engine(model, capacity=300, memory=4 * row + row // 2, config=UNTIMED)
+    assert engine.rows == 3 and engine.arena.kv_N2RHCD.nbytes <= 4 * row
+    where = engine.arena.kv_N2RHCD.data_ptr()
+    for round in range(3):
+        opened = [engine.open(ConversationConfig(80, policy_options={"retention_units": 1})) for _ in range(3)]
+        for n, conversation in enumerate(opened):
+            engine.push(conversation, noise(3 + round, n))
+        engine.run()
+        for conversation in opened:
+            engine.close(conversation)
+    assert engine.arena.kv_N2RHCD.data_ptr() == where and engine.arena.free_rows == 4
 
 
 def test_stats_agree_with_ledger_and_arena():
@@ -191,6 +169,7 @@ def test_stats_agree_with_ledger_and_arena():
         assert stats.unit_ms > 0 and stats.wait_ms >= 0
     assert stats.residents == conversation.ledger.counts() and conversation.units == 6
     assert stats.encoder_bytes == conversation.encoder_state.nbytes
+    engine.settle(conversation)
     assert engine.arena.lengths[conversation.row] == conversation.ledger.residents
 
 

@@ -98,7 +98,7 @@ def test_forty_units_are_identical():
     for n, unit in enumerate(expected["units"]):
         model.asked.clear()
         lengths.clear()
-        before = engine.arena.lengths[conversation.row]
+        before = conversation.ledger.residents
         engine.push(conversation, np.zeros(16000, np.float32), force_listen=unit["force_listen"])
         ((_, result, _),) = engine.run()
         said = {
@@ -109,7 +109,7 @@ def test_forty_units_are_identical():
             "fed_ids": [*result.native_ids, engine.tokens.unit_end],
             "kv_before": before,
             "kv_after_prefill": lengths[0],
-            "kv_after": engine.arena.lengths[conversation.row],
+            "kv_after": conversation.ledger.residents,
             "audio_kv": unit["audio_kv"],
             "text": result.response_text,
         }

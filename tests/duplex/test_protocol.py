@@ -36,14 +36,19 @@ class Babbler:
 def drive(
     loop: UnitLoop, logits: Iterator[torch.Tensor], hurry: Iterator[bool], force: bool
 ) -> tuple[UnitResult, list[Feed]]:
+    """The unit's result and what was fed in it, what was taken back left out and what is held over added."""
     steps, feeds = loop.unit(AUDIO_AD, force), []
     try:
         feed = next(steps)
         while True:
+            reply = Reply(torch.stack([next(logits) for _ in range(feed.want)]), None, next(hurry))
             feeds.append(feed)
-            feed = steps.send(Reply(next(logits), None, next(hurry)) if feed.want else Reply())
+            try:
+                feed = steps.send(reply)
+            finally:
+                feeds[-1] = feeds[-1].first(len(feeds[-1].ids) - reply.rejected)
     except StopIteration as end:
-        return end.value, feeds
+        return end.value, [*feeds, Feed(*loop.take_held(), end.value.unit)]
 
 
 CONFIGS = st.builds(
@@ -57,6 +62,7 @@ CONFIGS = st.builds(
     side_channel=st.sampled_from([True, True, False]),
     max_transcript_tokens=st.sampled_from([1, 3, 64]),
     seed=st.integers(0, 99),
+    draft=st.booleans(),
 )
 
 
@@ -74,7 +80,7 @@ def test_no_model_produces_an_illegal_unit(config, seed, hurried):
         ids = [i for feed in feeds for i in feed.ids]
         kinds = [k for feed in feeds for k in feed.kinds]
         assert {feed.unit for feed in feeds} == {index} == {result.unit}
-        assert [feed.want for feed in feeds[:-1]] == [1] * (len(feeds) - 1) and feeds[-1].want == 0
+        assert all(feed.want for feed in feeds[:-1]) and feeds[-1].want == 0
         # what was fed is what the protocol lays out, and it fits the room that the engine keeps for it
         assert ids[:11] == [T.unit] + [AUDIO_ID] * 10 and kinds[:11] == [Kind.MARKER] + [Kind.AUDIO] * 10
         assert (ids[11:], kinds[11:]) == after_audio(T, result.tokens)
@@ -119,7 +125,8 @@ def test_no_model_produces_an_illegal_unit(config, seed, hurried):
 def scripted(
     *likely: str | list[str], hurry_from: int = 99, loop: UnitLoop, force: bool = False
 ) -> tuple[UnitResult, int]:
-    """A unit where the model's argmax is `likely`, answer by answer; a list gives first and second choice."""
+    """A unit where the model's argmax is `likely`, answer by answer; a list gives first and second choice. Returns its
+    result and the number of feeds."""
 
     def logits() -> Iterator[torch.Tensor]:
         for choice in likely:
@@ -134,29 +141,28 @@ def scripted(
         feed = next(steps)
         while True:
             feeds.append(feed)
-            reply = Reply()
-            if feed.want:
-                reply, n = Reply(next(answers, None), None, n >= hurry_from), n + 1
-                assert reply.logits is not None, "the script is too short"
+            assert feed.want == 1
+            reply, n = Reply(next(answers)[None], None, n >= hurry_from), n + 1
             feed = steps.send(reply)
     except StopIteration as end:
         assert next(answers, None) is None, "the script is used up"
+        assert loop.take_held()[0], "a unit ends with tokens that wait for the next"
         return end.value, len(feeds)
 
 
 @pytest.fixture
 def loop() -> UnitLoop:
-    return UnitLoop(T, TOKENIZER.decode)
+    return UnitLoop(T, TOKENIZER.decode, DuplexConfig(draft=False))
 
 
-def test_listening_without_a_segment_is_three_feeds(loop):
+def test_listening_without_a_segment_is_two_feeds_and_one_with_drafts(loop):
     result, feeds = scripted("<|listen|>", "amber", loop=loop)
-    assert result.listening and result.native_ids == [T.listen] and not result.segment_opened and feeds == 3
+    assert result.listening and result.native_ids == [T.listen] and not result.segment_opened and feeds == 2
 
 
 def test_a_segment_in_a_listening_unit(loop):
     result, feeds = scripted("<|listen|>", "<|asr_start|>", "amber", "boat", "<|asr_end|>", loop=loop)
-    assert result.transcript_text == "amber boat" and result.segment_closed_by == "model" and feeds == 6
+    assert result.transcript_text == "amber boat" and result.segment_closed_by == "model" and feeds == 5
 
 
 def test_a_segment_comes_after_the_first_native_token_and_the_answer_goes_on_after_it(loop):
@@ -180,7 +186,7 @@ def test_anything_that_is_no_text_closes_the_segment(loop, control):
 
 def test_the_segment_ends_at_64_tokens(loop):
     result, feeds = scripted("<|listen|>", "<|asr_start|>", *["amber"] * 64, loop=loop)
-    assert len(result.transcript_ids) == 64 and result.segment_closed_by == "limit" and feeds == 2 + 1 + 63 + 1
+    assert len(result.transcript_ids) == 64 and result.segment_closed_by == "limit" and feeds == 2 + 1 + 63
 
 
 def test_what_hurry_cuts_off_carries_over(loop):
@@ -232,6 +238,7 @@ def test_state_survives_json_and_replay_leaves_the_same_state():
         broken.load_state_dict(saved)
         assert broken.next_unit == unit + 1
     replayed = UnitLoop(T, TOKENIZER.decode, config)
+    assert not replayed.take_held()[0], "a replayed unit is fed whole"
     steps = replayed.replay(AUDIO_AD, one.tokens)
     assert next(steps).ids[11:] == after_audio(T, one.tokens)[0]
     with pytest.raises(StopIteration) as end:

@@ -20,6 +20,7 @@ PCM = noise(12.5)
 
 
 def cache(engine, conversation):
+    engine.settle(conversation)
     return engine.arena.export(conversation.row)
 
 

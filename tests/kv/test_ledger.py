@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from a2t.kv.kinds import EVICTABLE, Kind
+from a2t.kv.kinds import EVICTABLE, TEXT, Kind
 from a2t.kv.ledger import Ledger, Tier, swap_moves
 from a2t.kv.policies import a2t, make_policy, streaming_llm
 from tests.kv.unit_sequences import Held, PlainA2T, decode_step, residents
@@ -43,10 +43,10 @@ def test_random_unit_sequences_never_break_the_books(budget, retention, tier):
 
             after = residents(ledger)
             gone = before - after
-            allowed = EVICTABLE | ({Kind.TRANSCRIPT} if tier == "fold" else set())
+            allowed = EVICTABLE | (TEXT if tier == "fold" else set())
             assert all(h.kind in allowed and h.unit <= unit - retention for h in gone)
             assert {h.unit for h in gone if h.kind in EVICTABLE} == set(eviction.units)
-            assert {h.unit for h in gone if h.kind is Kind.TRANSCRIPT} == set(eviction.folded_units)
+            assert {h.unit for h in gone if h.kind in TEXT} == set(eviction.folded_units)
             eligible = [h for h in after if h.kind in allowed and h.unit <= unit - retention]
             assert ledger.residents <= budget or not eligible
             assert after == set(plain.held)

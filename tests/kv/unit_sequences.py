@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from a2t.duplex.protocol import SpecialTokens, UnitTokens, after_audio
-from a2t.kv.kinds import EVICTABLE, Kind
+from a2t.kv.kinds import EVICTABLE, TEXT, Kind
 from a2t.kv.ledger import Ledger
 
 TOKENS = SpecialTokens(
@@ -61,7 +61,7 @@ class PlainA2T:
         self.next_position += len(kinds)
 
     def evict(self, newest_unit: int) -> None:
-        kinds_in_order = [EVICTABLE] + ([frozenset({Kind.TRANSCRIPT})] if self.fold else [])
+        kinds_in_order = [EVICTABLE] + ([TEXT] if self.fold else [])
         for leaving in kinds_in_order:
             while len(self.held) > self.budget:
                 old = [h.unit for h in self.held if h.kind in leaving and h.unit <= newest_unit - self.retention_units]

@@ -95,6 +95,7 @@ def test_the_embedded_models_memory_is_what_its_tensors_take(
     for unit in range(8):
         engine.push(conversation, np.random.default_rng(unit).normal(0, 0.1, 16_000).astype(np.float32))
         engine.run()
+    engine.settle(conversation)
     kv = sum(t.nbytes for t in engine.arena.export(conversation.row).values())
     tensors, _ = conversation.encoder_state.export()
     held = kv + sum(t.nbytes for t in tensors.values())

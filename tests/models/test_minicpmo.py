@@ -78,7 +78,7 @@ def writing() -> MiniCPMO:
     assert model.tokenizer.decode([start, 72, end]) == model.tokenizer.decode([72])
     heard: list[torch.Tensor] = []
     engine = Engine(model, 1, 512, observer=lambda _c, _f, _p, h_TD: heard.append(h_TD[-1].clone()))
-    engine.push(engine.open(config()), samples(1))
+    engine.push(engine.open(config(duplex=DuplexConfig.minicpmo(greedy=True, draft=False))), samples(1))
     engine.run()
     after_decision = heard[2]  # after the prompt, and the unit's audio
     with torch.no_grad():
@@ -159,6 +159,7 @@ def test_memory_on_paper_is_what_is_measured() -> None:
         engine.run()
         tensors, _ = conversation.encoder_state.export()
         largest = max(largest, sum(t.nbytes for t in tensors.values()))
+    engine.settle(conversation)
     kv = sum(t.nbytes for t in engine.arena.export(conversation.row).values())
     assert kv == paper.bytes_per_position * conversation.ledger.residents
     assert largest == pytest.approx(paper.fixed, rel=0.02)
