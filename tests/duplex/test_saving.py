@@ -170,7 +170,7 @@ def test_a_question_is_answered_on_a_scratch_row_while_the_conversation_goes_on(
         while len(done) < 2:
             done += one.step()
         if one is engine:
-            one.step()  # in the middle of a unit
+            done += one.step()  # in the middle of a unit
             journal = Journal.from_json(conversation.journal.to_json())
             answer = one.ask(conversation, "door lamp", max_tokens=6)
             assert one.arena.free_rows == 1
