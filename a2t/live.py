@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from a2t.duplex.conversation import UnitStats
 from a2t.kv.kinds import Kind
+
+if TYPE_CHECKING:
+    from a2t.duplex.conversation import UnitStats  # torch comes with it, which `a2t top` has no use for
 
 Speaker = Literal["hears", "says"]
 LINE_TOKENS = 40
