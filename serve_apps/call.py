@@ -54,6 +54,7 @@ class GatewayConfig:
     traffic: Traffic = field(default_factory=Traffic)
     init_timeout_s: float = 30.0
     idle_timeout_s: float = 1800.0  # a pause sends nothing, so this is the longest pause
+    questions_per_s: float = 10.0  # by REST, of all clients together
     resume_grace_s: float = 20.0  # a client that lost its socket keeps its conversation, and its row, so long
 
 
@@ -117,12 +118,17 @@ class Call:
     async def enter_at_once(self) -> bool:
         """Before `enter`, for who will not wait in line: whether there is a row."""
         ticket = await self._ask_for_row()
+        if ticket.engine is None:
+            await self._placement.leave.remote(self.id, None)
         return ticket.engine is not None
 
     async def open(self, options: SessionOptions) -> None:
         """Starts the conversation on the row that is kept for it."""
         if self._ticket is None:
             raise WireError("not_admitted", "wait until a row is free before sending anything")
+        if self._opening is not None and options.best_effort:  # it may have opened by itself meanwhile
+            await asyncio.shield(self._opening)
+            return
         if self._opening is not None:
             raise WireError("already_initialized", "the settings come once; for others open a session")
         self._opening = asyncio.create_task(self._start_session(options, self._ticket))
@@ -205,7 +211,7 @@ class Call:
                     record = await self.session.finish.remote(end.reason, end.failure)
             except RayActorError:
                 log.warning("session %s: its process is gone", self.id)
-        if self._entered or self.session is not None:
+        if self._entered or self._queueing is not None or self.session is not None:
             await self._placement.leave.remote(self.id, record)
         if self.session is not None:
             self._sessions.end(self.session)
@@ -276,6 +282,8 @@ class Call:
     async def _wait_in_line(self, seen: int) -> Ticket:
         while True:
             ticket: Ticket = await self._placement.wait.remote(self.id, seen, 5.0)
+            if ticket.engine is None and ticket.position == 0:
+                raise WireError("session_deleted", "this session was taken out of the waiting line")
             if ticket.engine is not None or ticket.position != seen:
                 return ticket
 

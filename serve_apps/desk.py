@@ -1,20 +1,22 @@
-"""The front desk: who may call, the calls themselves, and the REST views of sessions. No Ray of its own."""
+"""The front desk of the websocket: who may call, in which dialect. No Ray of its own."""
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
-from fastapi import Request, WebSocket
+from fastapi import WebSocket
 from fastapi.responses import JSONResponse
-from ray.exceptions import RayActorError
 
 from serve_apps.call import Call, GatewayConfig, Sessions, hold
-from serve_apps.events import Closed, Dialect
+from serve_apps.events import Closed
 from serve_apps.limits import WireError
-from serve_apps.messages import Failure, SessionEnd, View
-from serve_apps.realtime import Realtime
+from serve_apps.messages import Failure, SessionEnd
+from serve_apps.openai_duplex import Kept, openai_dialect
+from serve_apps.openai_realtime import with_key
+from serve_apps.realtime import SUBPROTOCOL, Realtime
 from serve_apps.wire import POLICY_VIOLATION, Wire
+
+STATUS = {"resource_exhausted": 503, "api_key_required": 401, "invalid_api_key": 401, "origin_not_allowed": 403}
 
 
 class Desk:
@@ -22,11 +24,39 @@ class Desk:
 
     def __init__(self, placement: Any, sessions: Sessions, config: GatewayConfig):
         self.placement, self.sessions, self.config = placement, sessions, config
+        self._kept = Kept()
 
     async def realtime(self, ws: WebSocket) -> None:
-        """`/v1/realtime?mode=audio&model=NAME`: one conversation."""
-        dialect = self._dialect(ws)
+        """`/v1/realtime`: one conversation, in the dialect that subprotocol and query name."""
         offered = [p.strip() for p in ws.headers.get("sec-websocket-protocol", "").split(",")]
+        if SUBPROTOCOL in offered or {"mode", "session"} & set(ws.query_params):
+            await self._minicpmo(ws, offered)
+        else:
+            await self._openai(ws, offered)
+
+    async def _openai(self, ws: WebSocket, offered: list[str]) -> None:
+        """Whoever may not call is refused before the socket opens: these clients call again at once otherwise."""
+        call = Call(self.placement, self.sessions, self.config)
+        try:
+            self.config.access.check(ws.client.host if ws.client else None, with_key(ws.headers, offered))
+            dialect = openai_dialect(self.config.models[0], ws.query_params, self._kept)
+            if not dialect.resuming and not await call.enter_at_once():
+                raise WireError("resource_exhausted", "every place is taken; call again later")
+        except WireError as refusal:
+            about = {"error": {"code": refusal.code, "message": refusal.message}}
+            await ws.send_denial_response(JSONResponse(about, STATUS.get(refusal.code, 400)))
+            return
+        try:
+            await ws.accept(subprotocol=dialect.subprotocol if dialect.subprotocol in offered else None)
+        except BaseException:
+            await call.leave(SessionEnd("client_gone"))
+            raise
+        async with Wire(ws, self.config.traffic) as wire:
+            await hold(wire, call, dialect, self.config.idle_timeout_s)
+
+    async def _minicpmo(self, ws: WebSocket, offered: list[str]) -> None:
+        """`?mode=audio&model=NAME`, subprotocol `map.realtime`."""
+        dialect = Realtime(ws.query_params.get("model") or self.config.models[0], ws.query_params)
         await ws.accept(subprotocol=dialect.subprotocol if dialect.subprotocol in offered else None)
         async with Wire(ws, self.config.traffic) as wire:
             try:
@@ -34,15 +64,12 @@ class Desk:
             except WireError as refusal:
                 end = SessionEnd(refusal.code, Failure(refusal.code, refusal.message))
                 for frame in dialect.tell(Closed(end)):
-                    wire.send(frame)
+                    if isinstance(frame, dict):
+                        wire.send(frame)
                 await wire.close(POLICY_VIOLATION)
                 return
             call = Call(self.placement, self.sessions, self.config)
             await hold(wire, call, dialect, self.config.idle_timeout_s)
-
-    def _dialect(self, ws: WebSocket) -> Dialect:
-        """By subprotocol and query."""
-        return Realtime(ws.query_params.get("model") or self.config.models[0], ws.query_params)
 
     def _admit(self, ws: WebSocket) -> None:
         """WireError for whoever may not call, or asks for what is not here."""
@@ -52,59 +79,3 @@ class Desk:
         model = ws.query_params.get("model") or self.config.models[0]
         if model not in self.config.models:
             raise WireError("model_not_found", f"{model[:64]!r} is not served here; see /v1/models")
-
-    async def health(self) -> JSONResponse:
-        loads = await self.placement.loads.remote()
-        engines = [{"name": e.name, "rows": e.rows, "free": e.rows_free, "unit_ms": round(e.unit_ms, 2)} for e in loads]
-        if not engines:
-            return JSONResponse({"status": "no engine", "engines": []}, 503)
-        return JSONResponse({"status": "ok", "engines": engines})
-
-    async def models(self, request: Request) -> JSONResponse:
-        if refusal := self._refusal(request):
-            return refusal
-        data = [{"id": name, "object": "model", "owned_by": "a2t"} for name in self.config.models]
-        return JSONResponse({"object": "list", "data": data})
-
-    async def list_sessions(self, request: Request) -> JSONResponse:
-        """Waiting, live and recently closed sessions, without their transcripts."""
-        if refusal := self._refusal(request):
-            return refusal
-        directory = await self.placement.directory.remote()
-        live = await asyncio.gather(*(self._live(s, engine) for s, engine in directory["placed"].items()))
-        views = [*directory["queued"], *live, *directory["records"]]
-        return JSONResponse({"data": [{k: v for k, v in view.items() if k != "transcript"} for view in views]})
-
-    async def show_session(self, session_id: str, request: Request) -> JSONResponse:
-        if refusal := self._refusal(request):
-            return refusal
-        for last_try in (False, True):  # it may close while it is being looked up
-            directory = await self.placement.directory.remote()
-            known = {view["id"]: view for view in [*directory["queued"], *directory["records"]]}
-            if session_id in directory["placed"]:
-                view = await self._live(session_id, directory["placed"][session_id])
-                if "units" in view or last_try:
-                    return JSONResponse(view)
-            elif session_id in known:
-                return JSONResponse(known[session_id])
-        return _problem(404, "session_not_found", f"no session {session_id[:64]!r} is known here")
-
-    async def _live(self, session_id: str, engine: str) -> View:
-        try:
-            actor = await self.sessions.find(session_id)
-            if actor is not None:
-                return await asyncio.wait_for(actor.view.remote(), 5.0)
-        except (RayActorError, TimeoutError):  # gone, or stuck
-            pass
-        return {"id": session_id, "state": "live", "engine": engine}
-
-    def _refusal(self, request: Request) -> JSONResponse | None:
-        try:
-            self.config.access.check(request.client.host if request.client else None, request.headers)
-        except WireError as refusal:
-            return _problem(401, refusal.code, refusal.message)
-        return None
-
-
-def _problem(status: int, code: str, message: str) -> JSONResponse:
-    return JSONResponse({"error": {"code": code, "message": message}}, status)

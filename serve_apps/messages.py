@@ -126,3 +126,4 @@ class Parcel:
     files: dict[str, bytes]
     book: Any  # serve_apps.book.Book
     said_ids: tuple[int, ...]  # of the open turn
+    force_listen: bool  # asked for with no audio yet
