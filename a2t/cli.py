@@ -1,4 +1,4 @@
-"""The command line: `a2t stream FILE`, `a2t doctor PATH`.
+"""The command line: `a2t stream FILE`, `a2t doctor PATH`, `a2t top`.
 
 A user's mistake ends in one line on standard error and exit code 2, never in a traceback.
 """
@@ -36,6 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_stream(commands)
     _add_doctor(commands)
+    _add_top(commands)
     return parser
 
 
@@ -83,6 +84,30 @@ def _add_doctor(commands: Any) -> None:
     p.set_defaults(run=_doctor)
 
 
+def _add_top(commands: Any) -> None:
+    p = commands.add_parser(
+        "top",
+        help="watch the conversations and engines of an endpoint",
+        description="Shows what every conversation keeps in memory and how long its seconds take, and how busy the "
+        "engines are, from the metrics of the nodes. Ctrl-C ends it.",
+    )
+    p.add_argument(
+        "address",
+        nargs="*",
+        metavar="ADDRESS",
+        help="host:port of a node's metrics, or Ray's prom_metrics_service_discovery.json (the Ray that runs here)",
+    )
+    p.add_argument("--every", type=_interval, default=2.0, metavar="S", help="seconds between two readings (2)")
+    p.add_argument("--once", action="store_true", help="read once, print, end")
+    p.set_defaults(run=_top)
+
+
+def _top(args: argparse.Namespace) -> int:
+    from a2t.top import run
+
+    return run(args)
+
+
 def _doctor(args: argparse.Namespace) -> int:
     from a2t.doctor import run
 
@@ -101,6 +126,13 @@ def _positions(text: str) -> int | None:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is no number of positions; give 0 or more, or none")
     return int(text)
+
+
+def _interval(text: str) -> float:
+    value = _seconds(text)
+    if value is None or value < 0.2:
+        raise argparse.ArgumentTypeError(f"{text!r} is too often; give 0.2 seconds or more")
+    return value
 
 
 def _seconds(text: str) -> float | None:
