@@ -127,7 +127,7 @@ class Sampler:
         nothing."""
         assert row.native is not None
         starts = [u for u, native in enumerate(row.native[:-2]) if native == ("<|listen|>",)]
-        first = rng.choice([0, rng.choice(starts)])
+        first = rng.choice([0, rng.choice(starts)]) if starts else 0
         units = min(units, row.units() - first)
         cut = replace(row, native=row.native[first : first + units], turns=())
         due = [(w.word, f - first * PER_UNIT) for w, f in zip(row.words, word_frames(row), strict=True)]
