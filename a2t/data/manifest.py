@@ -1,6 +1,7 @@
-"""The manifest: one JSON line an utterance or session.
+"""The manifest: one row an utterance or session, as JSON lines or as parquet.
 
-The embedded world writes it; LibriSpeech with forced alignments fills the same fields.  A line is
+The embedded world writes JSON lines, `jobs.prepare` parquet (a2t/data/tables.py); `Manifest` reads either, from a path
+or a URI that fsspec knows.  A line is
 
     {"id": "s1-0003", "audio": "audio/s1-0003.flac", "duration": 12.4, "speaker": "s1", "split": "train",
      "words": [{"word": "the", "start": 0.31, "end": 0.42}, ...],
@@ -22,11 +23,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import fsspec
+
 SLACK = 1e-6
 """Seconds by which times may cross: rounding in the files that others write."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Word:
     word: str
     start: float
@@ -115,25 +118,21 @@ class Row:
 
 
 class Manifest:
-    """Rows in a JSON-lines file. `read` streams, so a manifest may be larger than memory."""
+    """Rows in a file of JSON lines or in a parquet file. `iterate` streams: a manifest may be larger than memory."""
 
     @staticmethod
     def iterate(path: str | Path) -> Iterator[Row]:
-        """Rows in file order. Raises ValueError naming file and line for a bad line or a doubled id."""
-        path = Path(path)
+        """Rows in file order. Raises ValueError naming file and line (or row) for a bad one or a doubled id."""
         seen: dict[str, int] = {}
-        with path.open(encoding="utf-8") as lines:
-            for number, text in enumerate(lines, 1):
-                if not text.strip():
-                    continue
-                try:
-                    row = Row.from_json(json.loads(text))
-                except (ValueError, TypeError) as error:  # json.JSONDecodeError is a ValueError
-                    raise ValueError(f"{path}:{number}: {error}") from error
-                if row.id in seen:
-                    raise ValueError(f"{path}:{number}: id {row.id!r} was already used in line {seen[row.id]}")
-                seen[row.id] = number
-                yield row
+        for number, line in _rows_of(path):
+            try:
+                row = Row.from_json(json.loads(line) if isinstance(line, str) else line)
+            except (ValueError, TypeError) as error:  # json.JSONDecodeError is a ValueError
+                raise ValueError(f"{path}:{number}: {error}") from error
+            if row.id in seen:
+                raise ValueError(f"{path}:{number}: id {row.id!r} was already used in line {seen[row.id]}")
+            seen[row.id] = number
+            yield row
 
     @staticmethod
     def read(path: str | Path, split: str | None = None) -> list[Row]:
@@ -149,7 +148,8 @@ class Manifest:
 
     @staticmethod
     def write(path: str | Path, rows: Iterable[Row]) -> int:
-        """Writes beside the target and renames, so that a half-written manifest is never seen. Returns the count."""
+        """Writes JSON lines beside the target and renames, so that a half-written manifest is never seen. Returns the
+        count."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(path.name + ".part")
@@ -168,7 +168,22 @@ class Manifest:
         """Where the row's audio is: relative paths stand beside the manifest, URIs are left alone."""
         if "://" in row.audio or Path(row.audio).is_absolute():
             return row.audio
+        if "://" in str(manifest):
+            return f"{str(manifest).rpartition('/')[0]}/{row.audio}"
         return str(Path(manifest).parent / row.audio)
+
+
+def _rows_of(path: str | Path) -> Iterator[tuple[int, Any]]:
+    """Numbers from 1, and the line's text or the parquet row."""
+    if str(path).endswith(".parquet"):
+        from a2t.data.tables import iterate_table
+
+        yield from enumerate(iterate_table(path), 1)
+        return
+    with fsspec.open(str(path), "rt", encoding="utf-8") as lines:
+        for number, text in enumerate(lines, 1):
+            if text.strip():
+                yield number, text
 
 
 def _turn_json(turn: Turn) -> dict[str, Any]:
