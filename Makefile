@@ -5,9 +5,10 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.a2t-setup
 ARGS   ?=
+OUT    ?= out/bench-serve
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint eval clean
+.PHONY: help setup demo test lint eval bench-serve clean
 
 help:
 	@echo "make setup   make .venv and install a2t there, every package at the version in constraints.txt"
@@ -15,6 +16,7 @@ help:
 	@echo "make test    set up, then run the tests                             (options: ARGS='tests/kv -x')"
 	@echo "make lint    set up, then ruff and mypy"
 	@echo "make eval    set up, then measure the embedded default into out/    (options: ARGS='--sessions 2')"
+	@echo "make bench-serve  set up, then measure the engine into out/bench-serve   (options: OUT=DIR ARGS='--quick')"
 	@echo "make clean   remove .venv and the tools' caches"
 	@echo "Another interpreter than python3: make setup PYTHON=python3.12"
 
@@ -55,6 +57,10 @@ lint: $(STAMP)
 eval: $(STAMP)
 	@echo "a2t: measuring the embedded default"
 	@$(BIN)/python -m jobs.evaluate --suite embedded --out out/embedded $(ARGS)
+
+bench-serve: $(STAMP)
+	@echo "a2t: measuring the engine into $(OUT)"
+	@$(BIN)/python -m jobs.bench_serve --out $(OUT) $(ARGS)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,7 +2,7 @@
 
 Query groups are folded into the query length, so keys and values are read once and never repeated. A query sees every
 resident of its row; causality exists only among the row's new tokens, so a mask covers that tail, and the slots that
-leave in the middle of a feed (cache.Leaving).
+leave in the middle of a feed (batch.Leaving).
 Suffixes as in cache.py, and: Q query heads, G query heads a KV head, t one row's new tokens.
 """
 
@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from a2t.kv.cache import PackedBatch
+from a2t.kv.batch import PackedBatch, Together
 
 NAME = "a2t"
 QUERY_BLOCK = 256
@@ -37,14 +37,37 @@ def packed_attention(q_1QTD: Tensor, batch: PackedBatch, layer: int, scale: floa
     if varlen_fits(q_1QTD, batch):
         out_1TQD = varlen_attention(q_1QTD, batch, layer, scale, varlen_attn)
         for i, leaving in enumerate(batch.leaving):
-            if leaving is not None and leaving.after < batch.counts[i]:  # the kernel knows no such mask
+            if (leaving is not None and leaving.after < batch.counts[i]) or (i, 0) in batch.masks:
+                # the kernel knows no such mask
                 new = slice(batch.offsets[i], batch.offsets[i] + batch.counts[i])
                 out_1TQD[0, new] = _row_attention(q_1QTD[0, :, new], batch, layer, i, scale)
         return out_1TQD
     if len(batch.rows) == 1:
         return _row_attention(q_1QTD[0], batch, layer, 0, scale)[None]
-    q_rows = q_1QTD[0].split(batch.counts, 1)
-    return torch.cat([_row_attention(q_QtD, batch, layer, i, scale) for i, q_QtD in enumerate(q_rows)])[None]
+    together = batch.together
+    if together is not None and len(together.members) == len(batch.rows):
+        return _attention_together(q_1QTD, together, layer, scale)[None]
+    out_TQD = torch.empty((batch.tokens, *q_1QTD.shape[1::2]), dtype=q_1QTD.dtype, device=q_1QTD.device)
+    if together is not None:
+        out_TQD[together.at_K] = _attention_together(q_1QTD, together, layer, scale)
+    q_rows, out_rows = q_1QTD[0].split(batch.counts, 1), out_TQD.split(batch.counts)
+    for i, (q_QtD, out_tQD) in enumerate(zip(q_rows, out_rows, strict=True)):
+        if together is None or i not in together.members:
+            out_tQD.copy_(_row_attention(q_QtD, batch, layer, i, scale))
+    return out_TQD[None]
+
+
+def _attention_together(q_1QTD: Tensor, together: Together, layer: int, scale: float) -> Tensor:
+    """One token each of several rows, [K, query heads, head_dim]."""
+    k_RHLD, v_RHLD = together.kv_N2RHLD[layer].unbind(0)
+    (R, H, _, D), Q = k_RHLD.shape, q_1QTD.shape[1]
+    q_RQD = q_1QTD.new_zeros((R, Q, D))
+    q_RQD[together.where_K] = q_1QTD[0].transpose(0, 1)[together.at_K]
+    q_RHGD, mask = q_RQD.view(R, H, Q // H, D), together.mask_R11L
+    if mask is not None:
+        mask = mask.expand(-1, -1, Q // H, -1)
+    o_RHGD = F.scaled_dot_product_attention(q_RHGD, k_RHLD, v_RHLD, mask, scale=scale)
+    return o_RHGD.reshape(R, Q, D)[together.where_K]
 
 
 def varlen_fits(q_1QTD: Tensor, batch: PackedBatch) -> bool:
@@ -83,19 +106,20 @@ def _row_attention(q_QtD: Tensor, batch: PackedBatch, layer: int, i: int, scale:
     H, L, _ = k_HLD.shape
     if t == 1:
         q_HGD = q_QtD.reshape(1, H, Q // H, D)
-        return F.scaled_dot_product_attention(q_HGD, k_HLD[None], v_HLD[None], scale=scale).reshape(1, Q, D)
+        mask = batch.masks.get((i, 0))  # one token needs none, unless a model hides something from it
+        return F.scaled_dot_product_attention(q_HGD, k_HLD[None], v_HLD[None], mask, scale=scale).reshape(1, Q, D)
     out = torch.empty((t, Q, D), dtype=q_QtD.dtype, device=q_QtD.device)
     for begin in range(0, t, QUERY_BLOCK):
         end = min(begin + QUERY_BLOCK, t)
         b, seen = end - begin, L - t + end
         q_HFD = q_QtD[:, begin:end].reshape(1, H, Q // H * b, D)
-        mask = _mask(batch, i, begin, end, Q // H, q_QtD)
+        mask = mask_of(batch, i, begin, end, Q // H, q_QtD)
         o_HFD = F.scaled_dot_product_attention(q_HFD, k_HLD[None, :, :seen], v_HLD[None, :, :seen], mask, scale=scale)
         out[begin:end] = o_HFD.view(Q, b, D).transpose(0, 1)
     return out
 
 
-def _mask(batch: PackedBatch, i: int, begin: int, end: int, groups: int, like: Tensor) -> Tensor:
+def mask_of(batch: PackedBatch, i: int, begin: int, end: int, groups: int, like: Tensor) -> Tensor:
     """[groups * b, seen] of row i's new tokens begin..end: zero but for the triangle that hides later ones from earlier
     ones, and for what has left. Made once for all layers."""
     mask = batch.masks.get((i, begin))

@@ -1,33 +1,27 @@
 """The KV arena: one row a conversation, a dense prefix, append at the tail, drop by moving the tail into the holes.
 
-Knows slots, not kinds. Shape suffixes: R rows, H KV heads, C capacity, L resident positions, T packed new tokens,
-D head dimension, N layers.
+Knows slots, not kinds; who feeds what in one forward is in batch.py. Shape suffixes: R rows, H KV heads, C capacity,
+L resident positions, T packed new tokens, D head dimension, N layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from functools import cached_property
-from itertools import accumulate
-from typing import NamedTuple
+from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from a2t.kv.batch import Leaving, PackedBatch
 from a2t.kv.ledger import swap_moves
 from a2t.kv.shape import LanguageShape
+
+__all__ = ["ArenaFull", "KVArena", "Leaving", "PackedBatch", "rows_in"]
 
 
 class ArenaFull(RuntimeError):
     """No row is free."""
-
-
-class Leaving(NamedTuple):
-    """Slots that leave a row in the middle of its feed: the first `after` new tokens see them, the others do not, and
-    they are dropped when the batch is committed."""
-
-    after: int
-    slots: tuple[int, ...]
 
 
 def rows_in(nbytes: int, shape: LanguageShape, capacity: int) -> int:
@@ -53,12 +47,13 @@ class KVArena:
         self.shape = shape
         self.rows = rows
         self.capacity = capacity
-        self.kv_N2RHCD = torch.empty(
-            (shape.layers, 2, rows, shape.kv_heads, capacity, shape.head_dim), dtype=shape.dtype, device=shape.device
+        self.kv_N2RHCD = _zeros(
+            (shape.layers, 2, rows, shape.kv_heads, capacity, shape.head_dim), shape.dtype, shape.device
         )
         self.lengths = [0] * rows
         self._free = list(range(rows - 1, -1, -1))
         self._in_use = [False] * rows
+        self._labels: list[list[int]] | None = None
         # every layer's keys and values of one row, [2N, H, C, D]: index 2 * layer is keys, 2 * layer + 1 values
         self._row_views = [self.kv_N2RHCD[:, :, row].flatten(0, 1) for row in range(rows)]
 
@@ -80,8 +75,15 @@ class KVArena:
             raise ArenaFull(f"all {self.rows} rows are in use; close a conversation or make an arena with more rows")
         row = self._free.pop()
         self._in_use[row] = True
-        self.lengths[row] = 0
+        self.clear(row)
         return row
+
+    def labelled(self) -> list[list[int]]:
+        """A number of the caller's for each slot of each row, which moves with it; append what is fed. For models that
+        tell slots apart: from the first call on, all rows must have been empty then."""
+        if self._labels is None:
+            self._labels = [[] for _ in range(self.rows)]
+        return self._labels
 
     def release(self, row: int) -> None:
         """Give the row back; what it held is forgotten."""
@@ -94,6 +96,8 @@ class KVArena:
         """Forget what the row holds and keep the row."""
         self._check(row)
         self.lengths[row] = 0
+        if self._labels is not None:
+            self._labels[row].clear()
 
     def pack(
         self, rows: Sequence[int], counts: Sequence[int], leaving: Sequence[Leaving | None] | None = None
@@ -120,6 +124,8 @@ class KVArena:
         self._check(row)
         assert 0 <= count <= self.lengths[row]
         self.lengths[row] -= count
+        if self._labels is not None:
+            del self._labels[row][self.lengths[row] :]
 
     def drop(self, row: int, slots: Collection[int]) -> None:
         """Forget `slots` of the row; the tail moves into the holes (a2t.kv.ledger.swap_moves)."""
@@ -135,6 +141,11 @@ class KVArena:
             source, target = torch.tensor(moves, device=kv.device).unbind(1)
             kv.index_copy_(2, target, kv.index_select(2, source))
         self.lengths[row] -= len(slots)
+        if self._labels is not None:
+            labels = self._labels[row]
+            for slot, label in [(target, labels[source]) for source, target in moves]:
+                labels[slot] = label
+            del labels[self.lengths[row] :]
 
     def rotate(self, row: int, slots: Sequence[int], delta: int, inv_freq: Tensor) -> None:
         """Turn the stored keys in `slots` by `delta` positions, as if they had been fed that much later.
@@ -203,110 +214,12 @@ class KVArena:
             raise ValueError(f"row {row} is not allocated (rows in use: {used})")
 
 
-class Paged(NamedTuple):
-    """A batch as variable-length kernels take it: every row of the arena is one page, of `capacity` positions."""
-
-    rows_T: Tensor  # where each packed token goes: its row, and its slot there (int64)
-    slots_T: Tensor
-    query_ends: Tensor  # cumulative new tokens, [rows + 1], int32
-    key_ends: Tensor  # cumulative residents, new ones included, likewise
-    lengths: Tensor  # residents of each row, [rows], int32
-    pages: Tensor  # the page of each row, [rows, 1], int32
-    most_queries: int
-    most_keys: int
-
-
-class PackedBatch:
-    """Who feeds how many new tokens in one step, and where their keys and values go.
-
-    `rows[i]` feeds `counts[i]` tokens, packed from `offsets[i]`; it held `starts[i]` positions before and holds
-    `ends[i]` after (less what is `leaving[i]`, once committed). Good for one forward: each layer calls `update`, the
-    last step is `commit`.
-    """
-
-    def __init__(
-        self,
-        arena: KVArena,
-        rows: Sequence[int],
-        counts: Sequence[int],
-        leaving: Sequence[Leaving | None] | None = None,
-    ) -> None:
-        self.arena = arena
-        self.rows = tuple(rows)
-        self.counts = tuple(counts)
-        self.leaving = tuple(leaving) if leaving is not None else (None,) * len(self.rows)
-        self.starts = tuple(arena.lengths[row] for row in rows)
-        self.ends = tuple(start + count for start, count in zip(self.starts, counts, strict=True))
-        offsets = [0]
-        for count in counts:
-            offsets.append(offsets[-1] + count)
-        self.tokens = offsets.pop()
-        self.offsets = tuple(offsets)
-        self.committed = False
-        self.masks: dict[tuple[int, int], Tensor] = {}  # of attention, by row and first query: the same in every layer
-        # views into the arena, made once a step: [H, count, D] to write, [H, end, D] to read; 2 * layer (+ 1) as above
-        self._tails = [
-            arena._row_views[row].narrow(2, start, count).unbind(0)
-            for row, start, count in zip(self.rows, self.starts, self.counts, strict=True)
-        ]
-        self._dense = [
-            arena._row_views[row].narrow(2, 0, end).unbind(0) for row, end in zip(self.rows, self.ends, strict=True)
-        ]
-
-    def at(self, layer: int) -> tuple[PackedBatch, int]:
-        """The batch that holds a layer's keys and values, and the layer's number in it: itself, on one device."""
-        return self, layer
-
-    def update(self, layer: int, k_1HTD: Tensor, v_1HTD: Tensor) -> None:
-        """Write one layer's new keys (after rotation) and values at the tails of the rows, in place."""
-        assert not self.committed, "a batch is good for one forward"
-        k_HTD, v_HTD = k_1HTD[0], v_1HTD[0]
-        if k_HTD.is_cuda:
-            self._scatter(layer, k_HTD, v_HTD)
-            return
-        if len(self.rows) == 1:
-            tails = self._tails[0]
-            tails[2 * layer].copy_(k_HTD)
-            tails[2 * layer + 1].copy_(v_HTD)
-            return
-        for tails, k_HtD, v_HtD in zip(
-            self._tails, k_HTD.split(self.counts, 1), v_HTD.split(self.counts, 1), strict=True
-        ):
-            tails[2 * layer].copy_(k_HtD)
-            tails[2 * layer + 1].copy_(v_HtD)
-
-    def _scatter(self, layer: int, k_HTD: Tensor, v_HTD: Tensor) -> None:
-        """The same in two kernel launches, however many rows."""
-        where, kv_2RHCD = self.paged, self.arena.kv_N2RHCD[layer]
-        kv_2RHCD[0].transpose(1, 2)[where.rows_T, where.slots_T] = k_HTD.transpose(0, 1)
-        kv_2RHCD[1].transpose(1, 2)[where.rows_T, where.slots_T] = v_HTD.transpose(0, 1)
-
-    @cached_property
-    def paged(self) -> Paged:
-        rows = [row for row, count in zip(self.rows, self.counts, strict=True) for _ in range(count)]
-        slots = [slot for start, end in zip(self.starts, self.ends, strict=True) for slot in range(start, end)]
-        query_ends, key_ends = [0, *accumulate(self.counts)], [0, *accumulate(self.ends)]
-        packed = torch.tensor(
-            [*rows, *slots, *query_ends, *key_ends, *self.ends, *self.rows], device=self.arena.kv_N2RHCD.device
-        )  # one transfer for all of them
-        T, R = self.tokens, len(self.rows)
-        where, small = packed[: 2 * T].view(2, T), packed[2 * T :].int().split([R + 1, R + 1, R, R])
-        return Paged(
-            where[0], where[1], small[0], small[1], small[2], small[3].view(R, 1), max(self.counts), max(self.ends)
-        )
-
-    def dense(self, layer: int, i: int) -> tuple[Tensor, Tensor]:
-        """Keys and values that row `rows[i]` holds with its new tokens, views [kv_heads, ends[i], head_dim]."""
-        views = self._dense[i]
-        return views[2 * layer], views[2 * layer + 1]
-
-    def commit(self) -> None:
-        """The new tokens are resident. Called once, after the last layer."""
-        assert not self.committed, "a batch is committed once"
-        for row, start, end in zip(self.rows, self.starts, self.ends, strict=True):
-            assert self.arena.lengths[row] == start, "the row changed between pack and commit"
-            self.arena.lengths[row] = end
-        for row, start, leaving in zip(self.rows, self.starts, self.leaving, strict=True):
-            if leaving is not None:
-                self.arena._leave(row, leaving.slots, start + leaving.after)
-        self.committed = True
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros, since what lies past a row's end is read under a mask and must be finite. On CPU they are pages that cost
+    nothing before they are written, which torch.zeros would touch."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    nbytes, align = prod(shape) * dtype.itemsize, 64
+    memory = torch.from_numpy(np.zeros(nbytes + align, np.uint8))
+    start = -memory.data_ptr() % align
+    return memory[start : start + nbytes].view(dtype).view(shape)

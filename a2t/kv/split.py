@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from a2t.kv.cache import KVArena, Leaving, PackedBatch
+from a2t.kv.batch import Leaving, PackedBatch
+from a2t.kv.cache import KVArena
 from a2t.kv.shape import LanguageShape
 
 

@@ -46,7 +46,8 @@ def by_definition(q_1QTD: Tensor, batch: PackedBatch, layer: int) -> Tensor:
     return torch.stack(out)[None]
 
 
-CASES = [([5], [1]), ([0], [7]), ([9], [4]), ([3, 11, 0], [1, 1, 1]), ([8, 0, 2, 20], [1, 6, 3, 11])]
+TOGETHER = [([9, 11, 10], [1, 1, 1]), ([12, 11, 12, 2, 12], [1, 1, 1, 5, 1]), ([6, 6], [1, 1])]
+CASES = [*TOGETHER, ([5], [1]), ([0], [7]), ([9], [4]), ([3, 11, 0], [1, 1, 1]), ([8, 0, 2, 20], [1, 6, 3, 11])]
 
 
 @pytest.mark.parametrize(("held", "counts"), CASES)
@@ -57,6 +58,13 @@ def test_packed_rows_attend_by_the_definition(held, counts, monkeypatch):
         out = attention.packed_attention(q_1QTD, batch, layer, SCALE)
         assert out.shape == (1, sum(counts), QUERY_HEADS, 8)
         assert (out - by_definition(q_1QTD, batch, layer)).abs().max() < 1e-12
+
+
+def test_rows_of_like_length_attend_in_one_call():
+    for held, counts in TOGETHER:
+        together = fed_batch(shape(), 40, held, counts)[0].together
+        assert together is not None and len(together.members) == counts.count(1)
+    assert fed_batch(shape(), 40, [3, 30], [1, 1])[0].together is None, "one would mostly wait for the other"
 
 
 def documented_varlen(

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
 
-from a2t.kv.cache import ArenaFull, KVArena
+from a2t.kv.cache import ArenaFull, KVArena, Leaving
 from a2t.kv.ledger import Ledger
 from a2t.kv.policies import a2t
 from a2t.kv.shape import LanguageShape
@@ -32,6 +32,40 @@ def marks(arena: KVArena, row: int) -> list[int]:
     assert torch.equal(keys, keys[:1, :1, :, :1].expand_as(keys))
     assert torch.equal(tensors["values"], -keys)
     return [int(mark) for mark in keys[0, 0, :, 0]]
+
+
+def test_what_leaves_in_the_middle_of_a_feed_leaves_the_rows_as_if_it_had_left_before():
+    arenas = [KVArena(SHAPE, rows=2, capacity=32) for _ in range(2)]
+    for arena in arenas:
+        row, other = arena.allocate(), arena.allocate()
+        feed(arena, [row, other], [[*range(12)], [50, 51]])
+    late, early = arenas
+    gone = (1, 2, 3, 7, 13)  # one of them is fed with what sees the others leave
+    batch = late.pack([other, row], [1, 5], [None, Leaving(2, gone)])
+    k_1HTD = torch.tensor([52.0, 12, 13, 14, 15, 16]).view(1, 1, -1, 1).expand(1, 2, -1, 4)
+    for layer in range(SHAPE.layers):
+        batch.update(layer, k_1HTD + 0.25 * layer, -k_1HTD)
+    batch.commit()
+    feed(early, [row], [[12, 13]])
+    early.drop(row, gone)
+    feed(early, [other, row], [[52], [14, 15, 16]])
+    assert marks(late, row) == marks(early, row) and sorted(marks(late, row)) == [
+        0,
+        4,
+        5,
+        6,
+        8,
+        9,
+        10,
+        11,
+        12,
+        14,
+        15,
+        16,
+    ]
+    assert marks(late, other) == [50, 51, 52] and late.lengths == early.lengths
+    late.take_back(row, 2)
+    assert marks(late, row) == marks(early, row)[:-2]
 
 
 @settings(max_examples=60)
