@@ -1,4 +1,4 @@
-"""One forward over rows of the arena: who feeds how much, where it goes, what attention reads. Suffixes: cache.py.
+"""One forward over rows of the arena: who feeds how much, where it goes, what attention reads. Suffixes: cache.py."""
 
 from __future__ import annotations
 
