@@ -4,16 +4,18 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.a2t-setup
+CLIENTS := .venv-clients
 ARGS   ?=
 OUT    ?= out/bench-serve
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint eval bench-serve clean
+.PHONY: help setup clients demo test lint eval bench-serve clean
 
 help:
 	@echo "make setup   make .venv and install a2t there, every package at the version in constraints.txt"
 	@echo "make demo    set up, then hold a ten-minute spoken conversation     (options: ARGS='--keep')"
 	@echo "make test    set up, then run the tests                             (options: ARGS='tests/kv -x')"
+	@echo "make clients make .venv-clients: Pipecat, LiveKit and openai-agents, whose tests are skipped without it"
 	@echo "make lint    set up, then ruff and mypy"
 	@echo "make eval    set up, then measure the embedded default into out/    (options: ARGS='--sessions 2')"
 	@echo "make bench-serve  set up, then measure the engine into out/bench-serve   (options: OUT=DIR ARGS='--quick')"
@@ -37,6 +39,16 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "a2t: installing the packages of constraints.txt into $(VENV) (about 2 GB; some minutes the first time)"
 	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --quiet -c constraints.txt -e '.[dev]' </dev/null || { \
 		echo "a2t: the packages could not be installed. pip says why above; most often the package registry cannot be reached or the disk is full. Run it again when that is mended: what is there already is kept." >&2; exit 1; }
+	@touch $@
+
+# These want other versions of what Ray wants, so they live apart.
+clients: $(CLIENTS)/.a2t-setup
+	@echo "a2t: $(CLIENTS) is ready"
+
+$(CLIENTS)/.a2t-setup: tests/clients/requirements.txt
+	@echo "a2t: installing the stock clients of tests/clients into $(CLIENTS) (about 700 MB)"
+	@$(PYTHON) -m venv --clear $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip install --disable-pip-version-check --progress-bar off --quiet --no-deps -r $< </dev/null
 	@touch $@
 
 demo: $(STAMP)
@@ -63,4 +75,4 @@ bench-serve: $(STAMP)
 	@$(BIN)/python -m jobs.bench_serve --out $(OUT) $(ARGS)
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -11,6 +11,7 @@ from pipecat.frames.frames import (
     InputAudioRawFrame,
     InterimTranscriptionFrame,
     LLMFullResponseEndFrame,
+    ProposedUserStartedSpeakingFrame,
     TranscriptionFrame,
     TTSAudioRawFrame,
     TTSTextFrame,
@@ -42,17 +43,16 @@ class Look(FrameProcessor):
                 saw("heard", text=frame.text)
             case ErrorFrame():
                 saw("error", message=frame.error)
-            case _ if type(frame).__name__ == "ProposedUserStartedSpeakingFrame" and direction is FrameDirection.UPSTREAM:
+            case ProposedUserStartedSpeakingFrame() if direction is FrameDirection.DOWNSTREAM:
                 saw("interrupted")
         await self.push_frame(frame, direction)
 
 
 async def main() -> None:
     url, sound = arguments()
-    turns = events.AudioConfiguration(
-        input=events.AudioInput(turn_detection=events.SemanticTurnDetection(), transcription=events.InputAudioTranscription())
-    )
-    properties = events.SessionProperties(instructions="i am your helper", audio=turns)
+    turns, words = events.SemanticTurnDetection(), events.InputAudioTranscription()
+    audio = events.AudioConfiguration(input=events.AudioInput(turn_detection=turns, transcription=words))
+    properties = events.SessionProperties(instructions="i am your helper", audio=audio)
     settings = OpenAIRealtimeLLMService.Settings(session_properties=properties)
     service = OpenAIRealtimeLLMService(api_key="unused", base_url=url, settings=settings)
     params = PipelineParams(audio_in_sample_rate=RATE, audio_out_sample_rate=RATE)
