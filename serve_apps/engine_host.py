@@ -1,122 +1,70 @@
 """The actor that owns one engine: its step loop runs in a thread, everybody else talks to it through a queue.
 
-All conversation logic is in `a2t.duplex.engine`; here are the thread, the promises of rows, and the results waiting to
-be fetched.  No step waits for a client: results queue up, and a session that does not fetch them is ended alone.
+All conversation logic is in `a2t.duplex.engine`; here are the thread, the promises of rows, the results waiting to be
+fetched, and the ways of a conversation to another engine: rebuilt from a session's book after a loss, or handed over
+exactly (`seal` here, `adopt` there).  No step waits for a client: results queue up, and a session that does not fetch
+them is ended alone.
 """
 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
+import tempfile
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from a2t.data.espeak import SAMPLE_RATE as ESPEAK_RATE
-from a2t.data.espeak import Espeak
-from a2t.duplex.decoding import DuplexConfig
-from a2t.duplex.engine import CacheFull, Conversation, ConversationConfig, Engine, Finished, UnitStats
-from a2t.duplex.protocol import TOKEN_TEXT
-from a2t.duplex.unit_loop import UnitResult
-from a2t.models.base import DuplexModel
-from a2t.models.speech import EspeakSpeech, SpeechDecoder, SpeechStream
-from serve_apps.messages import Batch, EngineLoad, Failure, SessionEnd, SessionOptions, UnitReport
+from a2t.duplex.engine import CacheFull, Conversation, Engine, Finished
+from a2t.duplex.journal import Journal, UnitRecord
+from a2t.kv.cache import ArenaFull
+from serve_apps.book import Book
+from serve_apps.guest import Finishing, Guest, Reporter
+from serve_apps.messages import Batch, EngineLoad, Failure, Parcel, SessionEnd, SessionOptions, UnitReport
+from serve_apps.models import HostConfig as HostConfig
+from serve_apps.models import conversation_config, espeak_speech, load_model, settings_in_force, spoken, warm_up
 from serve_apps.step_loop import StepLoop
+from serve_apps.tally import Tally
+
+if TYPE_CHECKING:
+    from serve_apps.metrics import EngineGauges
 
 log = logging.getLogger("ray.serve")
 T = TypeVar("T")
 ENGINE_FAILED = Failure("engine_failed", "the engine of this conversation failed; what it heard is in the transcript")
-
-
-@dataclass(frozen=True)
-class HostConfig:
-    """How an engine is made. `model` is `module:function`, called with `model_options`, that returns a DuplexModel."""
-
-    model: str = "serve_apps.engine_host:embedded"
-    model_options: dict[str, Any] = field(default_factory=dict)
-    rows: int = 4
-    capacity: int = 16_384
-    threads: int = 1
-    promise_s: float = 60.0  # a promised row that is not used by then is free again
-    unread_reports: int = 256
-    reader_grace_s: float = 90.0  # a conversation that nobody polls is closed
-
-
-def embedded() -> DuplexModel:
-    """The embedded default with its side channel."""
-    from a2t.models.tiny import ADAPTER, load_tiny
-
-    return load_tiny(adapter=ADAPTER)
-
-
-def load_model(spec: str, options: dict[str, Any]) -> DuplexModel:
-    """Raises ValueError if `spec` is not `module:function`."""
-    module, _, function = spec.partition(":")
-    if not function:
-        raise ValueError(f"model {spec!r} is not module:function, as serve_apps.engine_host:embedded is")
-    return getattr(importlib.import_module(module), function)(**options)
-
-
-def espeak_speech() -> SpeechDecoder:
-    engine = Espeak()
-    return EspeakSpeech(lambda text: engine.say(text).pcm_S, ESPEAK_RATE)
-
-
-def warm_up(engine: Engine, seconds: int = 2) -> None:
-    """A short silent conversation, so that the first caller does not pay for what is set up on first use."""
-    conversation = engine.open()
-    engine.push(conversation, np.zeros(seconds * engine.model.encoder.samples_per_unit, np.float32))
-    engine.run()
-    engine.close(conversation)
-
-
-@dataclass
-class Guest:
-    """A session on this engine: first a promise of a row, then its conversation and the results not fetched yet."""
-
-    promised_until: float
-    conversation: Conversation | None = None
-    voice: SpeechStream | None = None
-    said_ids: list[int] = field(default_factory=list)  # of the open turn
-    said: str = ""
-    pushes: int = 0
-    force_listen: bool = False
-    reports: deque[UnitReport] = field(default_factory=deque)
-    end: SessionEnd | None = None
-    news: asyncio.Event = field(default_factory=asyncio.Event)
-    last_poll: float = field(default_factory=time.monotonic)
-
-    def begin(self, engine: Engine, config: ConversationConfig, session: str) -> Conversation:
-        """In the engine's thread, as `leave` is: whoever asked may be gone when it happens."""
-        self.conversation = engine.open(config, id=session)
-        return self.conversation
-
-    def leave(self, engine: Engine) -> None:
-        if self.conversation is not None:
-            engine.close(self.conversation)
+NOT_HERE = Failure("no_row", "no row is kept for this session: promises lapse, and moved conversations are elsewhere")
+MEMORY = Path("/dev/shm")
+"""Where a conversation on its way is written, where there is such a place: the engine waits for the writing."""
 
 
 class EngineHost:
     """Open, push, poll and close conversations on one engine. As a Ray actor: `ray.remote(EngineHost)`."""
 
-    def __init__(self, name: str, node: str, config: HostConfig):
+    def __init__(self, name: str, node: str, config: HostConfig, metrics: bool = False):
         import torch
 
         torch.set_num_threads(config.threads)
         self._name, self._node, self._config = name, node, config
         self._model = load_model(config.model, config.model_options)
         self._speech = espeak_speech()
-        self._special = {self._model.tokenizer.token_id(text): text for text in TOKEN_TEXT.values()}
+        self._reporter = Reporter(self._model)
         self._voice = ThreadPoolExecutor(1, "voice")
         self._guests: dict[str, Guest] = {}
         self._dead: BaseException | None = None
+        self._draining = False
+        self._waiting = 0
+        self._gauges: EngineGauges | None = None  # on Ray's metrics port
+        if metrics:
+            from serve_apps.metrics import EngineGauges
+
+            self._gauges = EngineGauges(name)
+        self._tally = Tally()
         self._asyncio: asyncio.AbstractEventLoop  # set by the first call: an actor is made outside its event loop
         engine = Engine(self._model, rows=config.rows + 1, capacity=config.capacity)
         warm_up(engine)
@@ -124,21 +72,49 @@ class EngineHost:
 
     # -- what placement and the deployment ask -------------------------------------------------------------------
 
-    async def load(self) -> EngineLoad:
+    async def load(self, waiting: int | None = None) -> EngineLoad:
+        """`waiting`: how many sessions wait for a row anywhere, for `stats`."""
         self._sweep()
-        return EngineLoad(self._name, self._node, self._config.rows, tuple(self._guests), self._loop.unit_ms)
+        if waiting is not None:
+            self._waiting = waiting
+        return EngineLoad(
+            self._name, self._node, self._config.rows, tuple(self._guests), self._loop.unit_ms, self._draining
+        )
+
+    async def stats(self) -> dict[str, float]:
+        """What autoscaling goes by."""
+        load = await self.load()
+        return {
+            "rows": float(load.rows),
+            "held": float(len(load.sessions)),
+            "unit_ms": load.unit_ms,
+            "waiting": float(self._waiting),
+        }
 
     async def health(self) -> None:
+        """Asked for every few seconds, which is also how often the gauges are set."""
         if self._dead is not None:
             raise RuntimeError(f"the step loop of {self._name} died") from self._dead
+        if self._gauges is not None:
+            load = await self.load()
+            self._gauges(self._tally.gauges(load, self._loop.steps, self._loop.busy_s))
 
-    async def reserve(self, session: str) -> bool:
-        """Promises a row to a session; False if none is free."""
+    async def reserve(self, session: str, urgent: bool = False) -> bool:
+        """Promises a row to a session; False if none is free, or no time for another (`urgent`: however busy it is)."""
         self._sweep()
-        if session not in self._guests and len(self._guests) >= self._config.rows:
+        if session in self._guests:
+            return True
+        held = len(self._guests)
+        busy = held and (held + 1) * self._loop.unit_ms > 1000 * self._config.max_load and not urgent
+        if self._draining or held >= self._config.rows or busy:
             return False
-        self._guests.setdefault(session, Guest(time.monotonic() + self._config.promise_s))
+        self._guests[session] = Guest(time.monotonic() + self._config.promise_s)
         return True
+
+    async def drain(self) -> list[str]:
+        """Takes no conversation any more; returns those that are still here."""
+        self._draining = True
+        return list(self._guests)
 
     def stop(self) -> None:
         self._loop.stop()
@@ -146,64 +122,63 @@ class EngineHost:
 
     # -- what a session actor asks -------------------------------------------------------------------------------
 
-    async def open(self, session: str, options: SessionOptions) -> dict[str, Any] | Failure:
+    async def open(self, session: str, options: SessionOptions, token: str = "") -> dict[str, Any] | Failure:
         """Opens the conversation; returns the settings in force, or why it cannot be opened."""
         guest = self._guests.get(session)
         if guest is None:
-            message = f"no row is kept for this session: promises lapse after {self._config.promise_s:.0f} s"
-            return Failure("no_row", message)
+            return NOT_HERE
         if self._dead is not None:
             return ENGINE_FAILED
+        if guest.book is not None:  # asked again
+            return guest.book.settings
         self._asyncio = asyncio.get_running_loop()
         try:
-            config = self._conversation_config(options)
-            conversation = await self._do(lambda engine: guest.begin(engine, config, session))
+            config = conversation_config(self._model, self._config, options)
+            journal = await self._do(lambda engine: guest.begin(engine, config, session))
         except ValueError as error:
+            if options.best_effort and options.system_prompt is not None:  # words that the model has no tokens for
+                return await self.open(session, replace(options, system_prompt=None), token)
             return Failure("invalid_config", str(error))
         guest.voice = self._speech.open() if options.speech else None
-        return {
-            "max_kv_tokens": config.budget,
-            "policy": config.policy,
-            "temperature": 0.0 if config.duplex.greedy else config.duplex.temperature,
-            "length_penalty": config.duplex.length_penalty,
-            "max_tokens": config.duplex.max_new_speak_tokens_per_chunk,
-            "tts_enabled": guest.voice is not None,
-            "prefix_tokens": len(conversation.journal.prefix_ids),
-        }
+        book = Book(session, options, token)
+        book.begin(settings_in_force(config, options.speech, len(journal["prefix_ids"])), journal)
+        guest.book = book
+        return book.settings
 
     async def push(self, session: str, number: int, pcm_S: np.ndarray, force_listen: bool) -> None:
         """The session's `number`-th input, from 1; one seen before changes nothing."""
         guest = self._guests.get(session)
-        if guest is None or guest.conversation is None or guest.end is not None or number <= guest.pushes:
-            return  # over, or known already; `poll` tells the end
-        guest.pushes = number
+        if guest is None or not guest.live or guest.book is None or number <= guest.book.inputs:
+            return  # over, gone or known already; `poll` tells the end
+        guest.book.hear(number, pcm_S, force_listen)
         guest.force_listen |= force_listen
         if not len(pcm_S):
             return  # its force_listen holds for the next one
         conversation, force, guest.force_listen = guest.conversation, guest.force_listen, False
+        assert conversation is not None
         pcm_S = np.array(pcm_S, np.float32)  # what arrives through the object store is read-only
         try:
             await self._do(lambda engine: engine.push(conversation, pcm_S, force))
         except CacheFull as error:
             self._end(guest, Failure("cache_full", str(error)))
         except ValueError:
-            if guest.end is None:  # closed meanwhile otherwise
+            if guest.live:  # closed meanwhile otherwise
                 raise
 
     async def poll(self, session: str, after: int, timeout: float) -> Batch:
         """Reports after unit `after`, waiting up to `timeout` seconds for the first."""
         guest = self._guests.get(session)
-        if guest is None:
+        if guest is None or guest.book is None:
             return Batch(end=SessionEnd("closed"))
         guest.last_poll = time.monotonic()
-        while guest.reports and guest.reports[0].unit <= after:
-            guest.reports.popleft()
-        if not guest.reports and guest.end is None:
+        guest.fetched = max(guest.fetched, after)
+        guest.book.fetched(guest.fetched)
+        if not guest.book.unread(after) and guest.end is None:
             guest.news.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(guest.news.wait(), timeout)
         guest.last_poll = time.monotonic()
-        return Batch(list(guest.reports), guest.end)
+        return Batch(guest.book.unread(after), guest.end)
 
     async def close(self, session: str) -> None:
         """Gives the row back, promised or used. Closing twice is no error."""
@@ -211,80 +186,148 @@ class EngineHost:
         if closed is not None:
             await asyncio.wrap_future(closed)
 
+    async def book(self, session: str) -> Book | None:
+        """For a session actor that starts again; None if the session is not here."""
+        guest = self._guests.get(session)
+        return None if guest is None else guest.book
+
+    async def restore(self, session: str, book: Book) -> Failure | None:
+        """Rebuilds a conversation whose engine is gone, on the row that is promised to it."""
+        guest = self._guests.get(session)
+        if guest is None or guest.book is not None:
+            return NOT_HERE
+        self._asyncio = asyncio.get_running_loop()
+        journal = Journal.from_json(book.to_journal())
+
+        def rebuild(engine: Engine) -> None:
+            conversation = guest.conversation = journal.rebuild(engine, session)
+            done = conversation.units
+            flags = [done + n in book.forced for n in range(len(conversation.waiting) + 1)]
+            conversation.force_listen_asked = flags.pop()
+            for n, (unit, forced) in enumerate(zip(list(conversation.waiting), flags, strict=True)):
+                conversation.waiting[n] = replace(unit, force_listen=forced)
+
+        failure = await self._settle(guest, book, rebuild)
+        self._tally.restored(failure)
+        return failure
+
+    async def seal(self, session: str, after: int) -> list[UnitReport] | Failure:
+        """Stops the conversation between two units and keeps it ready for another engine to `adopt`; returns the
+        reports after unit `after`. Its row stays promised until `close`."""
+        guest = self._guests.get(session)
+        if guest is None or guest.book is None or guest.end is not None:
+            return NOT_HERE
+        if guest.sealed is None:
+            conversation = guest.conversation
+            assert conversation is not None
+            files = await self._do(lambda engine: _packed(engine, conversation), heavy=True)
+            while guest.book.units < conversation.units and guest.end is None:  # the last reports are still being made
+                await asyncio.sleep(0.005)
+            if guest.end is not None:
+                return NOT_HERE
+            guest.sealed = Parcel(files, guest.book, tuple(guest.said_ids), guest.force_listen)
+        return guest.book.unread(after)
+
+    async def parcel(self, session: str) -> Parcel:
+        """What was sealed. Called so that the reference to the answer can be given to another engine."""
+        guest = self._guests[session]
+        assert guest.sealed is not None, f"session {session} is not sealed"
+        return guest.sealed
+
+    async def adopt(self, session: str, parcel: Parcel) -> Failure | None:
+        """Goes on with a conversation that another engine (or this one) has sealed, bit for bit."""
+        guest = self._guests.get(session)
+        if guest is None or (guest.book is not None and guest.sealed is None):
+            return NOT_HERE
+        self._asyncio = asyncio.get_running_loop()
+        guest.sealed = None
+        guest.said_ids, guest.force_listen = list(parcel.said_ids), parcel.force_listen
+        guest.said = self._model.tokenizer.decode(guest.said_ids) if guest.said_ids else ""
+
+        def unpack(engine: Engine) -> None:
+            guest.conversation = _unpacked(engine, parcel.files, session)
+
+        return await self._settle(guest, parcel.book, unpack)
+
+    async def query(self, session: str, question: str) -> str | Failure:
+        """A typed question, answered from the transcript on a scratch row; the conversation is not touched."""
+        guest = self._guests.get(session)
+        if guest is None or not guest.live:
+            return NOT_HERE
+        assert guest.conversation is not None
+        return await self._answer(guest.conversation, question)
+
+    async def query_record(self, prompt: str | None, transcript: str, question: str) -> str | Failure:
+        """The same about a conversation that is over, or of which there is only text."""
+        tokenizer = self._model.tokenizer
+        prompt = self._model.default_prompt if prompt is None else prompt
+        journal = Journal()
+        try:
+            journal.start({}, tokenizer.encode(prompt) if prompt else [], self._model.encoder.samples_per_unit)
+            heard = tuple(tokenizer.encode(transcript)) if transcript else ()
+        except ValueError as error:
+            return Failure("invalid_question", str(error))
+        journal.units.append(UnitRecord(0, (), heard, ()))
+        return await self._answer(journal, question)
+
+    async def _answer(self, about: Conversation | Journal, question: str) -> str | Failure:
+        try:
+            asked = await self._do(lambda engine: engine.submit(about, question))
+        except ArenaFull as error:
+            return Failure("busy", str(error))
+        except ValueError as error:
+            return Failure("invalid_question", str(error))
+        while not asked.done:
+            if self._dead is not None:
+                return ENGINE_FAILED
+            await asyncio.sleep(0.01)
+        return asked.answer
+
+    async def say(self, text: str) -> np.ndarray:
+        """Typed text as 16 kHz audio, in the stand-in voice."""
+        return await asyncio.wrap_future(self._voice.submit(spoken, text))
+
     # -- inside --------------------------------------------------------------------------------------------------
 
-    async def _do(self, action: Callable[[Engine], T]) -> T:
-        return await asyncio.wrap_future(self._loop.do(action))
+    async def _do(self, action: Callable[[Engine], T], heavy: bool = False) -> T:
+        return await asyncio.wrap_future(self._loop.do(action, heavy))
 
-    def _conversation_config(self, options: SessionOptions) -> ConversationConfig:
-        duplex = DuplexConfig()
-        if options.temperature is not None:
-            duplex = replace(duplex, greedy=options.temperature == 0)
-            if options.temperature > 0:
-                duplex = replace(duplex, temperature=options.temperature)
-        if options.length_penalty is not None:
-            duplex = replace(duplex, length_penalty=options.length_penalty)
-        if options.max_tokens is not None:
-            duplex = replace(duplex, max_new_speak_tokens_per_chunk=min(options.max_tokens, 64))
-        config = ConversationConfig(duplex=duplex, system_prompt=options.system_prompt)
-        if options.budget is not None:
-            config = replace(config, budget=options.budget)
-        return config
+    async def _settle(self, guest: Guest, book: Book, arrive: Callable[[Engine], None]) -> Failure | None:
+        if self._dead is not None:
+            return ENGINE_FAILED
+        guest.book, guest.fetched, guest.last_poll = book, book.units - 1, time.monotonic()
+        guest.voice = self._speech.open() if book.options.speech else None
+        try:
+            await self._do(arrive, heavy=True)
+        except (ArenaFull, ValueError) as error:
+            guest.book = None
+            return Failure("not_restored", str(error))
+        return None
 
     def _hand_over(self, finished: list[Finished]) -> None:
         """In the engine's thread: speech and reports are made in another, so that the next step can start."""
-        self._voice.submit(self._tell, finished)
+        self._voice.submit(self._tell, [Finishing.of(f) for f in finished])
 
-    def _tell(self, finished: list[Finished]) -> None:
+    def _tell(self, finished: list[Finishing]) -> None:
         try:
-            for conversation, result, stats in finished:
-                guest = self._guests.get(conversation.id)
+            for unit in finished:
+                guest = self._guests.get(unit.session)
                 if guest is not None:
-                    report = self._report(guest, result, stats)
+                    report = self._reporter.report(guest, unit)
                     self._asyncio.call_soon_threadsafe(self._deliver, guest, report)
         except Exception as error:  # noqa: BLE001 -- reported to every conversation and to the health check
             self._engine_died(error)
 
-    def _report(self, guest: Guest, result: UnitResult, stats: UnitStats) -> UnitReport:
-        decode = self._model.tokenizer.decode
-        guest.said_ids += result.response_ids
-        whole = decode(guest.said_ids) if guest.said_ids else ""  # what a token adds may depend on those before it
-        response, guest.said = whole.removeprefix(guest.said), whole
-        speech_S = None
-        if guest.voice is not None and (result.speech_ids or result.end_of_turn):
-            speech_S = guest.voice.say(result.speech_ids, result.speech_hidden_ND, response, result.end_of_turn)
-        if guest.voice is not None and result.listening and guest.said_ids:
-            guest.voice.stop()
-        if result.end_of_turn or result.listening:
-            guest.said_ids, guest.said = [], ""
-        embeddings = self._model.encoder.embeddings_per_unit
-        written = len(result.transcript_ids) + 2 if result.segment_opened else 0
-        return UnitReport(
-            unit=result.unit,
-            listening=result.listening,
-            end_of_turn=result.end_of_turn,
-            decision=self._special.get(result.decision) or decode([result.decision]),
-            transcript=result.transcript_text.strip(),
-            response=response,
-            segment_closed_by=result.segment_closed_by,
-            residents={kind.name.lower(): count for kind, count in stats.residents.items()},
-            peak=stats.peak,
-            evicted=stats.evicted,
-            unit_ms=stats.unit_ms,
-            missed=stats.deadline_missed,
-            forwards=stats.forwards,
-            kv_bytes=stats.kv_bytes,
-            encoder_bytes=stats.encoder_bytes,
-            positions=1 + embeddings + len(result.native_ids) + written + 1,
-            input_tokens=embeddings,
-            output_tokens=len(result.native_ids) + written,
-            speech_S=speech_S,
-        )
-
     def _deliver(self, guest: Guest, report: UnitReport) -> None:
-        guest.reports.append(report)
-        if len(guest.reports) > self._config.unread_reports:
-            self._end(guest, Failure("slow_reader", f"{len(guest.reports)} units of results were not fetched"))
+        if guest.book is None:
+            return
+        guest.book.take(report)
+        self._tally.unit(report)
+        if self._gauges is not None:
+            self._gauges.unit(report.unit_ms, report.missed)
+        unread = report.unit - guest.fetched
+        if unread > self._config.unread_reports:
+            self._end(guest, Failure("slow_reader", f"{unread} units of results were not fetched"))
         guest.news.set()
 
     def _end(self, guest: Guest, failure: Failure) -> None:
@@ -317,8 +360,23 @@ class EngineHost:
         """Frees rows that were promised and never used, or whose session nobody polls any more."""
         now = time.monotonic()
         for session, guest in list(self._guests.items()):
-            unused = guest.conversation is None and now > guest.promised_until
+            unused = guest.book is None and guest.conversation is None and now > guest.promised_until
             orphan = guest.conversation is not None and now - guest.last_poll > self._config.reader_grace_s
             if unused or orphan:
                 log.warning("session %s: its row on %s is freed, nobody uses it", session, self._name)
                 self._release(session)
+
+
+def _packed(engine: Engine, conversation: Conversation) -> dict[str, bytes]:
+    """In the engine's thread: the conversation leaves the engine as the files of a snapshot."""
+    with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
+        engine.save(conversation, folder)
+        engine.close(conversation)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+def _unpacked(engine: Engine, files: dict[str, bytes], session: str) -> Conversation:
+    with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
+        for name, content in files.items():
+            (Path(folder) / Path(name).name).write_bytes(content)
+        return engine.restore(folder, session)

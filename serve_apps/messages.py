@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -22,6 +22,7 @@ class SessionOptions:
     length_penalty: float | None = None
     max_tokens: int | None = None  # response tokens a unit
     speech: bool = True
+    text_tier: Literal["grow", "fold"] | None = None  # what happens where the text alone outgrows the budget
     best_effort: bool = False  # text that the model has no tokens for is left out; else it is an error
 
 

@@ -7,6 +7,7 @@ are the authority on their rows; what is kept here (the line, the leases) can be
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -16,18 +17,21 @@ from typing import Any
 
 from serve_apps.messages import EngineLoad, Ticket, View
 
-BUSY_SHARE = 0.9
-"""An engine takes another conversation while the units of all of them fit into this share of each second."""
 KEPT_RECORDS = 100
+HOMELESS_S = 90.0
+"""A lease whose session no engine has known for so long is void."""
 
 
-def choose(loads: Sequence[EngineLoad], busy_share: float = BUSY_SHARE) -> EngineLoad | None:
-    """The engine with a free row and the most unit time to spare; None if each is full."""
+def choose(loads: Sequence[EngineLoad], max_load: float = math.inf, urgent: bool = False) -> EngineLoad | None:
+    """The engine with a free row and the most unit time to spare; None if each is full. An engine takes another
+    conversation while the units of all of them fit into `max_load` of each second, or however busy it is where that is
+    `urgent`: late is better than lost."""
 
     def demand(load: EngineLoad) -> float:
         return (len(load.sessions) + 1) * load.unit_ms / 1000.0
 
-    fit = [e for e in loads if e.rows_free > 0 and (not e.sessions or demand(e) <= busy_share)]
+    free = [e for e in loads if e.rows_free > 0 and not e.draining]
+    fit = [e for e in free if urgent or not e.sessions or demand(e) <= max_load]
     return min(fit, key=lambda e: (demand(e), len(e.sessions), e.name), default=None)
 
 
@@ -36,6 +40,7 @@ class Lease:
     engine: str
     node: str
     since: float
+    seen: float  # when its engine last said so
 
 
 @dataclass
@@ -63,16 +68,18 @@ class Placement:
     def __init__(
         self,
         fleet: Fleet,
-        busy_share: float = BUSY_SHARE,
+        max_load: float = math.inf,
         clock: Callable[[], float] = time.monotonic,
         give_up_s: float = 30.0,
     ):
-        self._fleet, self._busy_share, self._clock, self._give_up_s = fleet, busy_share, clock, give_up_s
+        self._fleet, self._max_load, self._clock, self._give_up_s = fleet, max_load, clock, give_up_s
         self._line: OrderedDict[str, Waiting] = OrderedDict()
         self._leases: dict[str, Lease] = {}
         self._records: OrderedDict[str, View] = OrderedDict()
+        self._left: deque[str] = deque(maxlen=1000)
         self._durations: deque[float] = deque(maxlen=100)
         self._rows = 1
+        self.engines = 0  # that answered last
         self._turn = asyncio.Lock()
 
     async def enter(self, session: str) -> Ticket:
@@ -99,6 +106,7 @@ class Placement:
         if self._line.pop(session, None) is not None:
             self._moved()
         lease = self._leases.pop(session, None)
+        self._left.append(session)
         if record is not None:
             self._records[session] = record
             while len(self._records) > KEPT_RECORDS:
@@ -107,6 +115,10 @@ class Placement:
             self._durations.append(self._clock() - lease.since)
             await self._fleet.cancel(lease.engine, session)
         await self.serve_line()
+
+    async def forget(self, session: str) -> None:
+        """What was kept of a closed session is no longer readable."""
+        self._records.pop(session, None)
 
     async def serve_line(self) -> None:
         """Gives rows to the head of the line while there are any. To be called now and then: rows come free by
@@ -119,9 +131,10 @@ class Placement:
                     self._moved()
             while self._line:
                 loads = await self._fleet.loads()
+                self.note(loads)
                 self._rows = max(1, sum(e.rows for e in loads))
-                engine = choose(loads, self._busy_share)
-                if engine is None or not self._line:
+                engine = choose(loads, self._max_load)
+                if engine is None or not self._line or self._homeless(loads) >= sum(e.rows_free for e in loads):
                     break
                 session = next(iter(self._line))
                 if not await self._fleet.reserve(engine.name, session):
@@ -130,9 +143,37 @@ class Placement:
                 if head is None:  # gave up while its row was being reserved
                     await self._fleet.cancel(engine.name, session)
                     continue
-                self._leases[session] = Lease(engine.name, engine.node, self._clock())
+                now = self._clock()
+                self._leases[session] = Lease(engine.name, engine.node, now, now)
                 head.changed.set()
                 self._moved()
+
+    def note(self, loads: Sequence[EngineLoad]) -> None:
+        """The leases as the engines have them: sessions move by themselves, and this may have started after them."""
+        now = self._clock()
+        self.engines = len(loads)
+        for engine in loads:
+            for session in engine.sessions:
+                lease = self._leases.get(session)
+                if lease is not None:
+                    lease.engine, lease.node, lease.seen = engine.name, engine.node, now
+                elif session not in self._left and session not in self._line:
+                    self._leases[session] = Lease(engine.name, engine.node, now, now)
+        for session, lease in list(self._leases.items()):
+            if now - lease.seen > HOMELESS_S:
+                del self._leases[session]
+
+    def _homeless(self, loads: Sequence[EngineLoad]) -> int:
+        """Conversations that are looking for an engine: the rows that are free are theirs first."""
+        return len(self._leases.keys() - {s for e in loads for s in e.sessions})
+
+    @property
+    def waiting(self) -> int:
+        return len(self._line)
+
+    @property
+    def leased(self) -> int:
+        return len(self._leases)
 
     def _moved(self) -> None:
         for waiting in self._line.values():

@@ -1,42 +1,38 @@
-"""One conversation as a named Ray actor: sequence numbers, transcript, the ledger's counts, its state.
+"""One conversation as a named Ray actor: numbered inputs, the book, the lease on an engine's row, its state.
 
-It stands between the socket and the engine and outlives both for a while.  It imports no torch, so that hundreds of
-them fit on a node.
+It stands between the socket and the engine and outlives both.  Lost: its engine, it has the cache rebuilt on another
+one from the book; itself, it starts again and copies the book that its engine keeps.  Planned moves hand the cache over
+as it is.  It imports no torch, so that hundreds of them fit on a node.
 
 States: `queued` (in placement's waiting line, before there is an actor), `live`, `paused` (nothing heard for a while),
-`closed`.
+`moving` (being handed over), `restoring` (being rebuilt), `closed`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
 import time
 from collections import deque
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import ray
 from ray.exceptions import RayActorError
 
-from serve_apps.messages import (
-    SAMPLE_RATE_IN,
-    Attached,
-    Batch,
-    Failure,
-    SessionEnd,
-    SessionOptions,
-    UnitReport,
-    View,
-)
+from serve_apps.book import Book
+from serve_apps.fleet import Engines
+from serve_apps.messages import Attached, Batch, Failure, Parcel, SessionEnd, SessionOptions, UnitReport, View
+from serve_apps.placement import choose
 
 log = logging.getLogger("ray.serve")
-
-
 REPLACED = SessionEnd("replaced", Failure("session_replaced", "another socket has taken this conversation up"))
+LOST = Failure("session_lost", "neither this conversation's process nor its engine knows it any more; call again")
+RETRY_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -44,71 +40,74 @@ class Limits:
     backlog_s: float = 30.0  # unprocessed audio; a real-time client never gets near
     unread_reports: int = 256  # results that nobody fetched
     pause_after_s: float = 5.0
+    idle_timeout_s: float = 300.0  # a conversation in which nothing was ever heard is closed
+    pause_timeout_s: float = 1800.0  # the longest pause
+    length_limit_s: float | None = None  # the longest conversation; None: any length
     reader_grace_s: float = 60.0  # a conversation that nobody reads from is closed
-    kept_reports: int = 32  # results that were fetched stay for a client that lost its socket before it got them
+    restore_s: float = 120.0  # how long a conversation without an engine waits for one
     poll_s: float = 10.0
+    observe_s: float = 5.0  # how often gauges are set; Ray forgets one that is not for half a minute
 
 
 class SessionActor:
-    """`engine` is the handle of an EngineHost that has promised this session a row."""
+    """`engine_name`: of the engine that has promised this session a row. `gone(view)` is told when the conversation
+    has ended by itself and nobody was there to clear it away; `observe(view)` sets gauges."""
 
-    def __init__(self, session_id: str, engine: Any, engine_name: str, limits: Limits | None = None):
-        self.id, self._engine, self._engine_name = session_id, engine, engine_name
-        self._limits = limits or Limits()
-        self._config: dict[str, Any] = {}
-        self._opened_at = time.time()
+    def __init__(
+        self,
+        session_id: str,
+        engines: Engines,
+        engine_name: str,
+        limits: Limits | None = None,
+        gone: Callable[[View], Awaitable[None]] | None = None,
+        observe: Callable[[View], None] | None = None,
+    ):
+        self.id, self._engines, self._engine_name = session_id, engines, engine_name
+        self._limits, self._gone, self._observe = limits or Limits(), gone, observe
+        self._book = Book(session_id)
+        self._engine: Any = None
+        self._away = ""  # "moving" or "restoring" while it has no engine
         self._last_input = self._last_read = time.monotonic()
-        self._appends = 0
-        self._samples = 0
-        self._reports: deque[UnitReport] = deque()
-        self._last_report: UnitReport | None = None
-        self._units = self._evicted = self._misses = 0
-        self._unit_ms = 0.0
-        self._transcript: list[dict[str, Any]] = []
+        self._unsent: deque[tuple[int, np.ndarray, bool]] = deque()  # inputs that the engine does not have yet
+        self._gate = asyncio.Lock()  # who sends to the engine, or changes it
+        self._starting = asyncio.Lock()
+        self._started = False
         self._news = asyncio.Event()
         self._end: SessionEnd | None = None
-        self._token = ""
         self._reader = 1
         self._fetched = -1  # the last unit that the reader has fetched
         self._tasks: list[asyncio.Task[None]] = []
 
+    # -- the conversation --------------------------------------------------------------------------------------------
+
     async def start(self, options: SessionOptions, token: str = "") -> dict[str, Any] | Failure:
         """Opens the conversation on its engine; returns the settings in force, or why it cannot be opened. Whoever
         knows `token` may take it up again; the caller is reader 1."""
-        self._token = token
-        settings: dict[str, Any] | Failure = await self._engine.open.remote(self.id, options)
-        if isinstance(settings, Failure):
+        async with self._starting:
+            if self._started:
+                return self._book.settings
+            failure = Failure("engine_lost", "the engine that had a row for this conversation is gone; call again")
+            engine = await self._engines.handle(self._engine_name)
+            if engine is None:
+                return failure
+            try:
+                settings: dict[str, Any] | Failure = await engine.open.remote(self.id, options, token)
+                book: Book | None = await engine.book.remote(self.id)
+            except RayActorError:
+                return failure
+            if isinstance(settings, Failure):
+                return settings
+            assert book is not None
+            self._begin(book, engine, self._engine_name)
             return settings
-        self._config = settings
-        self._tasks = [asyncio.create_task(self._collect()), asyncio.create_task(self._watch())]
-        return self._config
 
     @property
     def state(self) -> str:
         if self._end is not None:
             return "closed"
+        if self._away:
+            return self._away
         return "paused" if time.monotonic() - self._last_input > self._limits.pause_after_s else "live"
-
-    async def attach(self, token: str) -> Attached | Failure:
-        """Another socket takes the conversation up; the one before it is told `replaced` and is reader no more."""
-        if self._end is not None:
-            return Failure("session_closed", "this conversation has ended; open another one")
-        if not self._token or not secrets.compare_digest(token.encode(), self._token.encode()):
-            return Failure("resume_refused", "the resume token is not this conversation's")
-        self._reader += 1
-        self._fetched = -1
-        self._last_read = time.monotonic()
-        self._news.set()
-        return Attached(self._reader, self._config, self._appends, self._units)
-
-    async def detach(self, reader: int, grace_s: float) -> View | None:
-        """The reader's socket is gone. Returns None once another has attached; ends the conversation, and returns what
-        stays of it, if that has not happened after `grace_s` seconds."""
-        until = time.monotonic() + grace_s
-        while self._reader == reader and self._end is None and time.monotonic() < until:
-            self._last_read = time.monotonic()
-            await asyncio.sleep(min(0.1, grace_s))
-        return await self.finish("client_gone") if self._reader == reader else None
 
     async def append(self, number: int, pcm_S: np.ndarray, force_listen: bool, reader: int = 1) -> None:
         """The client's `number`-th input (from 1). A number seen before changes nothing, so a repeated call is safe;
@@ -116,133 +115,293 @@ class SessionActor:
 
         Trouble ends the session, and its `events` say so.
         """
-        if self._end is not None or number <= self._appends or reader != self._reader:
+        await self._known(reader)
+        if self._end is not None or number <= self._book.inputs or reader != self._reader:
             return
-        assert number == self._appends + 1, f"input {number} after {self._appends}: one is missing"
-        self._appends = number
+        self._book.hear(number, pcm_S, force_listen)
+        self._unsent.append((number, pcm_S, force_listen))
         self._last_input = time.monotonic()
-        self._samples += len(pcm_S)
-        waiting_s = self._samples / SAMPLE_RATE_IN - self._units
-        if waiting_s > self._limits.backlog_s:
+        if (waiting_s := self._book.backlog_s) > self._limits.backlog_s and not self._away:
             message = f"{waiting_s:.0f} s of audio wait to be processed; keep below {self._limits.backlog_s:.0f} s"
             await self.finish("input_overflow", Failure("input_overflow", message))
-            return
+        elif not self._gate.locked():  # whoever holds it sends this too
+            async with self._gate:
+                await self._send()
+
+    async def read(self, number: int, text: str, reader: int = 1) -> None:
+        """Typed text as an input, heard as if it had been said."""
+        await self._known(reader)
+        if self._engine is not None and number > self._book.inputs:
+            await self.append(number, await self._engine.say.remote(text), False, reader)
+
+    async def query(self, question: str) -> str | Failure:
+        """Answers a typed question from the transcript; the conversation goes on meanwhile."""
+        await self._known()
+        if self._end is not None or self._engine is None:
+            return Failure("not_live", f"the conversation is {self.state}: ask again when it is live")
         try:
-            await self._engine.push.remote(self.id, number, pcm_S, force_listen)
+            answer: str | Failure = await self._engine.query.remote(self.id, question)
         except RayActorError:
-            await self._engine_lost()
+            return Failure("busy", "the conversation's engine is being replaced; ask again")
+        return answer
 
     async def events(self, after: int, timeout: float, reader: int = 1) -> Batch:
         """Reports of the units after unit `after` (-1: all that are kept) as soon as there are any, and news of the
         state; what came long before is forgotten."""
+        await self._known(reader)
         if reader != self._reader:
             return Batch(end=REPLACED)
         self._last_read = time.monotonic()
         self._fetched = max(self._fetched, after)
-        while self._reports and self._reports[0].unit <= self._fetched - self._limits.kept_reports:
-            self._reports.popleft()
-        if not self._unread(after) and self._end is None:
+        self._book.fetched(self._fetched)
+        if not self._book.unread(after) and self._end is None:
             self._news.clear()
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._news.wait(), timeout)
         if reader != self._reader:
             return Batch(end=REPLACED)
         self._last_read = time.monotonic()
-        return Batch(self._unread(after), self._end, self.state)
+        return Batch(self._book.unread(after), self._end, self.state)
 
-    def _unread(self, after: int) -> list[UnitReport]:
-        return [r for r in self._reports if r.unit > after]
+    async def attach(self, token: str) -> Attached | Failure:
+        """Another socket takes the conversation up; the one before it is told `replaced` and is reader no more."""
+        await self._known()
+        if self._end is not None:
+            return Failure("session_closed", "this conversation has ended; open another one")
+        known = self._book.token
+        if not known or not secrets.compare_digest(token.encode(), known.encode()):
+            return Failure("resume_refused", "the resume token is not this conversation's")
+        self._reader += 1
+        self._fetched = -1
+        self._last_read = time.monotonic()
+        self._news.set()
+        return Attached(self._reader, self._book.settings, self._book.inputs, self._book.units)
+
+    async def detach(self, reader: int, grace_s: float) -> View | None:
+        """The reader's socket is gone. Returns None once another has attached; ends the conversation, and returns what
+        stays of it, if that has not happened after `grace_s` seconds."""
+        await self._known(reader)
+        until = time.monotonic() + grace_s
+        while self._reader == reader and self._end is None and time.monotonic() < until:
+            self._last_read = time.monotonic()
+            await asyncio.sleep(min(0.1, grace_s))
+        return await self.finish("client_gone") if self._reader == reader else None
 
     async def finish(self, reason: str, failure: Failure | None = None) -> View:
         """Ends the conversation, if it has not ended, and gives its row back. What waits unprocessed is dropped."""
         if self._end is None:
             self._end = SessionEnd(reason, failure)
             self._news.set()
-            with suppress(RayActorError):
-                await self._engine.close.remote(self.id)
-        return self.view()
+            engine = self._engine or await self._engines.handle(self._engine_name)
+            if engine is not None:
+                with suppress(RayActorError):
+                    await engine.close.remote(self.id)
+        return self._view()
 
-    def view(self) -> View:
+    async def view(self) -> View:
         """What `GET /v1/sessions/{id}` shows."""
-        last = self._last_report
-        return {
-            "id": self.id,
-            "state": self.state,
-            "engine": self._engine_name,
-            "opened_at": self._opened_at,
-            "config": self._config,
-            "end": None if self._end is None else {"reason": self._end.reason, "failure": _plain(self._end.failure)},
-            "input": {"appends": self._appends, "seconds": self._samples / SAMPLE_RATE_IN},
-            "units": self._units,
-            "memory": {
-                "residents": last.residents if last else {},
-                "total": last.total if last else 0,
-                "peak": last.peak if last else 0,
-                "evicted": self._evicted,
-                "kv_bytes": last.kv_bytes if last else 0,
-                "encoder_bytes": last.encoder_bytes if last else 0,
-            },
-            "timing": {
-                "unit_ms_mean": self._unit_ms / self._units if self._units else 0.0,
-                "unit_ms_last": last.unit_ms if last else 0.0,
-                "deadline_misses": self._misses,
-            },
-            "transcript": self._transcript,
-        }
+        await self._known()
+        return self._view()
 
-    async def exit(self) -> None:
-        """Ends this process."""
-        ray.actor.exit_actor()
+    def _view(self) -> View:
+        end = None if self._end is None else {"reason": self._end.reason, "failure": _plain(self._end.failure)}
+        return {"id": self.id, "state": self.state, "engine": self._engine_name, "end": end, **self._book.view()}
+
+    # -- to another engine -------------------------------------------------------------------------------------------
+
+    async def move(self, engine_name: str, park: bool = False) -> bool:
+        """Hands the conversation over, exactly as it is, if it is on this engine. False if no other has a row for it;
+        `park`: it is then kept here until one has."""
+        await self._known()
+        async with self._gate:
+            if self._end is not None or self._engine_name != engine_name or self._engine is None:
+                return True
+            target = None if park else await self._find(engine_name)
+            if target is None and not park:
+                return False
+            old, since = self._engine, time.monotonic()
+            self._tell("moving")
+            try:
+                reports: list[UnitReport] | Failure = await old.seal.remote(self.id, self._book.units - 1)
+                if isinstance(reports, Failure):
+                    return True  # it is over, and the next poll says so
+                for report in reports:
+                    self._take(report)
+                if target is None:
+                    parcel: Parcel = await old.parcel.remote(self.id)
+                    await old.close.remote(self.id)
+                    self._engine = None
+                    await self._settle(lambda engine: engine.adopt.remote(self.id, parcel))
+                    self._moved(engine_name, since, exact=True)
+                    return True
+                # the reference alone passes through here: what was sealed goes from engine to engine
+                if await self._arrive(target, lambda engine: engine.adopt.remote(self.id, old.parcel.remote(self.id))):
+                    await old.close.remote(self.id)
+                    self._moved(engine_name, since, exact=True)
+                    return True
+                await old.adopt.remote(self.id, old.parcel.remote(self.id))  # it stays where it was
+                return False
+            except RayActorError:
+                return False  # the old engine died meanwhile: the next poll says so
+            finally:
+                self._tell("")
+                await self._send()
+
+    async def _restore(self, lost: Any) -> None:
+        """The engine is gone: the conversation is rebuilt on another from the book."""
+        async with self._gate:
+            if self._engine is not lost or self._end is not None:
+                return
+            log.warning(
+                "session %s: its engine %s is lost after %d units", self.id, self._engine_name, self._book.units
+            )
+            name, since = self._engine_name, time.monotonic()
+            self._engine = None
+            self._tell("restoring")
+            await self._settle(self._rebuild)
+            self._moved(name, since, exact=False)
+            self._tell("")
+            await self._send()
+
+    def _rebuild(self, engine: Any) -> Any:
+        self._unsent.clear()  # the book has them
+        return engine.restore.remote(self.id, self._book)
+
+    async def _settle(self, arrive: Callable[[Any], Any]) -> None:
+        """On the first engine that has a row, as soon as there is one."""
+        until = time.monotonic() + self._limits.restore_s
+        while self._end is None:
+            target = await self._find(None)
+            if target is not None and await self._arrive(target, arrive):
+                return
+            if time.monotonic() > until:
+                message = "the engine of this conversation is gone and no other had a row for it"
+                await self.finish("engine_lost", Failure("engine_lost", message))
+                return
+            await asyncio.sleep(RETRY_S)
+
+    async def _find(self, not_on: str | None) -> str | None:
+        """An engine that has kept a row for this conversation."""
+        loads = [e for e in await self._engines.loads() if e.name != not_on and self.id not in e.sessions]
+        best = choose(loads, urgent=True)
+        return best.name if best is not None and await self._engines.reserve(best.name, self.id, True) else None
+
+    async def _arrive(self, name: str, arrive: Callable[[Any], Any]) -> bool:
+        engine = await self._engines.handle(name)
+        if engine is None:
+            return False
+        try:
+            failure: Failure | None = await arrive(engine)
+        except RayActorError:
+            return False
+        if failure is not None:
+            log.warning("session %s: engine %s does not take it: %s", self.id, name, failure.message)
+            await self._engines.cancel(name, self.id)
+            return False
+        self._engine, self._engine_name = engine, name
+        return True
+
+    def _moved(self, old: str, since: float, exact: bool) -> None:
+        if self._engine is not None:
+            seconds = round(time.monotonic() - since, 3)
+            move = {"unit": self._book.units, "from": old, "to": self._engine_name, "exact": exact, "seconds": seconds}
+            self._book.moves.append(move)
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _begin(self, book: Book, engine: Any, engine_name: str) -> None:
+        self._book, self._engine, self._engine_name, self._started = book, engine, engine_name, True
+        self._tasks = [asyncio.create_task(self._collect()), asyncio.create_task(self._watch())]
+
+    async def _known(self, reader: int = 1) -> None:
+        """A session actor that was killed starts again without a memory: its engine has one."""
+        if not self._started:
+            async with self._starting:
+                if not self._started and self._end is None:
+                    await self._recover()
+        self._reader = max(self._reader, reader)  # who attached before this process began
+
+    async def _recover(self) -> None:
+        for load in await self._engines.loads():
+            if self.id in load.sessions:
+                engine = await self._engines.handle(load.name)
+                book: Book | None = None
+                with suppress(RayActorError):
+                    book = None if engine is None else await engine.book.remote(self.id)
+                if book is not None:
+                    log.warning("session %s: its process started again after %d units", self.id, book.units)
+                    self._begin(book, engine, load.name)
+                    return
+        self._end = SessionEnd("session_lost", LOST)
+
+    async def _send(self) -> None:
+        """Under the gate."""
+        while self._unsent and self._engine is not None and self._end is None:
+            number, pcm_S, force_listen = self._unsent[0]
+            try:
+                await self._engine.push.remote(self.id, number, pcm_S, force_listen)
+            except RayActorError:
+                return  # the next poll says so, and the book has them
+            if self._unsent and self._unsent[0][0] == number:
+                self._unsent.popleft()
 
     async def _collect(self) -> None:
         try:
-            await self._fetch_reports()
-        except RayActorError:
-            await self._engine_lost()
+            while self._end is None:
+                if self._engine is None:  # on its way
+                    await asyncio.sleep(RETRY_S / 4)
+                    continue
+                engine = self._engine
+                try:
+                    # asking for what follows unit N tells the engine that N has arrived
+                    batch: Batch = await engine.poll.remote(self.id, self._book.units - 1, self._limits.poll_s)
+                except RayActorError:
+                    await self._restore(engine)
+                    continue
+                for report in batch.reports:
+                    self._take(report)
+                unread = self._book.units - 1 - self._fetched
+                if batch.end is not None and engine is self._engine and not self._gate.locked():
+                    if batch.end.reason in ("engine_failed", "closed"):  # alive, and of no use any more
+                        await self._restore(engine)
+                    else:
+                        await self.finish(batch.end.reason, batch.end.failure)
+                elif unread > self._limits.unread_reports:
+                    message = f"{unread} units of results were not fetched; read faster"
+                    await self.finish("slow_reader", Failure("slow_reader", message))
         except Exception:
             log.exception("session %s failed", self.id)
             await self.finish("internal_error", Failure("internal_error", "this conversation failed on the server"))
 
-    async def _fetch_reports(self) -> None:
-        """Asking for what follows unit N tells the engine that N has arrived."""
-        after = -1
-        while self._end is None:
-            batch: Batch = await self._engine.poll.remote(self.id, after, self._limits.poll_s)
-            for report in batch.reports:
-                after = report.unit
-                self._take(report)
-            if batch.end is not None:
-                await self.finish(batch.end.reason, batch.end.failure)
-            elif (unread := len(self._unread(self._fetched))) > self._limits.unread_reports:
-                message = f"{unread} units of results were not fetched; read faster"
-                await self.finish("slow_reader", Failure("slow_reader", message))
-
     def _take(self, report: UnitReport) -> None:
-        assert report.unit == self._units, f"unit {report.unit} after {self._units} units"
-        self._units += 1
-        self._evicted += report.evicted
-        self._misses += report.missed
-        self._unit_ms += report.unit_ms
-        self._last_report = report
-        if report.transcript or report.response:
-            line = {"unit": report.unit, "transcript": report.transcript, "response": report.response}
-            self._transcript.append(line)
-        self._reports.append(report)
+        if self._book.take(report):
+            self._news.set()
+
+    def _tell(self, away: str) -> None:
+        self._away = away
         self._news.set()
 
-    async def _engine_lost(self) -> None:
-        message = "the engine of this conversation is gone; what it heard is in the transcript"
-        await self.finish("engine_lost", Failure("engine_lost", message))
-
     async def _watch(self) -> None:
-        """A conversation without a reader (its gateway died) ends itself: detached actors outlive everything else."""
-        grace = self._limits.reader_grace_s
-        while time.monotonic() - self._last_read < grace:
-            await asyncio.sleep(grace / 4)
-        await self.finish("reader_lost")
-        log.info("session %s: nobody has read from it for %.0f s, so it ends", self.id, grace)
-        myself = ray.get_runtime_context().current_actor
-        myself.exit.remote()
+        """Time-outs. A conversation without a reader (its gateway died) ends itself: detached actors outlive everything
+        else."""
+        limits, observed = self._limits, -math.inf
+        times = [limits.reader_grace_s, limits.idle_timeout_s, limits.pause_timeout_s, limits.length_limit_s or 60.0]
+        while self._end is None:
+            now = time.monotonic()
+            if self._observe is not None and now >= observed + limits.observe_s:
+                observed = now
+                self._observe(self._view())
+            if now - self._last_read > limits.reader_grace_s:
+                await self.finish("reader_lost")
+            elif now - self._last_input > (limits.pause_timeout_s if self._book.samples else limits.idle_timeout_s):
+                await self.finish("pause_timeout" if self._book.samples else "idle_timeout")
+            elif limits.length_limit_s is not None and self._book.units >= limits.length_limit_s:
+                await self.finish("length_limit")
+            await asyncio.sleep(min(1.0, *(t / 4 for t in times)))
+        while time.monotonic() - self._last_read < limits.reader_grace_s:  # whoever reads clears it away
+            await asyncio.sleep(min(1.0, limits.reader_grace_s / 4))
+        if self._gone is not None:
+            await self._gone(self._view())
 
 
 def _plain(failure: Failure | None) -> dict[str, str] | None:

@@ -53,7 +53,7 @@ def address(serve_port: int) -> str:
         model="tests.serve.local:small_model",
         rows=1,
         capacity=1024,
-        busy_share=1e6,  # admission by rows alone: this machine may be busy with something else
+        max_load=1e6,  # admission by rows alone: this machine may be busy with something else
         namespace=NAMESPACE,
     )
     serve.run(app(args), name=NAMESPACE, route_prefix="/")

@@ -7,14 +7,13 @@ from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
-from ray.exceptions import RayActorError
 
 from a2t.duplex.conversation import ConversationConfig
 from a2t.duplex.engine import Engine, EngineConfig
-from serve_apps.engine_host import EngineHost, HostConfig, load_model
+from serve_apps.engine_host import EngineHost, HostConfig
 from serve_apps.messages import Failure, SessionOptions, UnitReport
-from serve_apps.session_actor import Limits, SessionActor
-from tests.serve.local import Handle, small_model
+from serve_apps.models import load_model
+from tests.serve.local import small_model
 
 CONFIG = HostConfig(model="tests.serve.local:small_model", rows=2, capacity=1024)
 
@@ -157,90 +156,6 @@ async def test_a_full_row_ends_its_conversation_alone(second: np.ndarray) -> Non
 async def test_model_names_that_are_none() -> None:
     with pytest.raises(ValueError, match="module:function"):
         load_model("embedded", {})
-
-
-# the session actor
-
-
-async def session_on(host: EngineHost, name: str, **limits: float) -> tuple[SessionActor, Handle]:
-    handle = Handle(host)
-    assert await host.reserve(name)
-    session = SessionActor(name, handle, "engine/test", Limits(**limits))
-    await session.start(SessionOptions())
-    return session, handle
-
-
-async def test_a_session_keeps_transcript_counts_and_state(host: EngineHost, second: np.ndarray) -> None:
-    session, _ = await session_on(host, "s", pause_after_s=0.3)
-    reports: list[UnitReport] = []
-    for n in range(8):
-        await session.append(n + 1, second, False)
-        await session.append(n + 1, second, False)  # a repeated call
-    async with asyncio.timeout(20):
-        while len(reports) < 8:
-            reports += (await session.events(len(reports) - 1, 1.0)).reports
-    view = session.view()
-    assert [r.unit for r in reports] == list(range(8))
-    assert (view["units"], view["input"]) == (8, {"appends": 8, "seconds": 8.0})
-    assert view["memory"]["residents"] == reports[-1].residents
-    assert view["memory"]["total"] == reports[-1].total
-    assert [t["unit"] for t in view["transcript"]] == [r.unit for r in reports if r.transcript or r.response]
-    await asyncio.sleep(0.35)
-    assert session.state == "paused"
-    await session.append(9, second, False)
-    assert session.state == "live"
-    closed = await session.finish("user_stop")
-    assert (closed["state"], closed["end"]) == ("closed", {"reason": "user_stop", "failure": None})
-    assert (await host.load()).sessions == ()
-
-
-async def test_a_reader_that_asks_again_gets_the_same(host: EngineHost, second: np.ndarray) -> None:
-    session, _ = await session_on(host, "s")
-    await session.append(1, np.tile(second, 3), False)
-    async with asyncio.timeout(20):
-        while len((await session.events(-1, 1.0)).reports) < 3:
-            await asyncio.sleep(0.02)
-    again = await session.events(0, 1.0)
-    assert [r.unit for r in again.reports] == [1, 2]
-    await session.finish("done")
-
-
-@pytest.mark.parametrize(
-    ("limits", "code"), [({"backlog_s": 20.0}, "input_overflow"), ({"unread_reports": 4}, "slow_reader")]
-)
-async def test_who_floods_or_does_not_read_is_ended_alone(
-    host: EngineHost, second: np.ndarray, limits: dict[str, float], code: str
-) -> None:
-    session, _ = await session_on(host, "bad", **limits)
-    other, _ = await session_on(host, "good")
-    await session.append(1, np.tile(second, 30 if code == "input_overflow" else 8), False)
-    async with asyncio.timeout(20):
-        while session.state != "closed":
-            await asyncio.sleep(0.02)
-    end = (await session.events(-1, 1.0)).end
-    assert end is not None
-    assert end.failure is not None
-    assert end.failure.code == code
-    assert (await host.load()).sessions == ("good",)
-    await other.append(1, second, False)
-    assert len((await other.events(-1, 10.0)).reports) == 1
-    await other.finish("done")
-
-
-async def test_a_lost_engine_ends_the_session_with_its_transcript(host: EngineHost, second: np.ndarray) -> None:
-    session, handle = await session_on(host, "s", poll_s=0.2)
-    await session.append(1, np.tile(second, 4), False)
-    async with asyncio.timeout(20):
-        while session.view()["units"] < 4:
-            await asyncio.sleep(0.02)
-    handle.broken = RayActorError()
-    await session.append(2, second, False)
-    batch = await session.events(-1, 1.0)
-    assert len(batch.reports) == 4
-    assert batch.end is not None
-    assert batch.end.failure is not None
-    assert batch.end.failure.code == "engine_lost"
-    assert session.view()["units"] == 4
 
 
 async def test_a_caller_that_stops_waiting_breaks_nothing(host: EngineHost, second: np.ndarray) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 from serve_apps.messages import EngineLoad
 from serve_apps.placement import Fleet, Placement, choose
@@ -48,8 +49,9 @@ def test_choose_takes_the_engine_with_most_unit_time_to_spare() -> None:
 
 
 def test_choose_refuses_an_engine_whose_seconds_are_full() -> None:
-    assert choose([load("a", 2, unit_ms=400)]) is None  # a third would take 1.2 s of each second
-    alone = choose([load("a", 0, unit_ms=4000)])  # a slow machine still serves one
+    assert choose([load("a", 2, unit_ms=400)], 0.9) is None  # a third would take 1.2 s of each second
+    assert choose([load("a", 2, unit_ms=400)], 0.9, urgent=True) is not None  # late is better than lost
+    alone = choose([load("a", 0, unit_ms=4000)], 0.9)  # a slow machine still serves one
     assert alone is not None
 
 
@@ -121,3 +123,45 @@ async def test_no_row_is_given_twice_or_leaked_under_crowding() -> None:
     assert engines.held == {"x": [], "y": []}
     assert most == 5
     assert placement.directory() == {"queued": [], "placed": {}, "records": []}
+
+
+def test_choose_leaves_an_engine_alone_that_goes() -> None:
+    going = replace(load("a", 0), draining=True)
+    assert choose([going], urgent=True) is None
+    staying = choose([going, load("b", 3)])
+    assert staying is not None
+    assert staying.name == "b"
+
+
+async def test_leases_follow_the_engines() -> None:
+    now = [0.0]
+    engines = Engines({"x": 2, "y": 2})
+    placement = Placement(engines.fleet, clock=lambda: now[0])
+    ticket = await placement.enter("a")
+    assert ticket.engine == "x"
+    engines.held = {"x": [], "y": ["a", "of-before"]}  # it has moved; another one was there before placement was
+    placement.note(await engines.loads())
+    assert placement.directory()["placed"] == {"a": "y", "of-before": "y"}
+    engines.held = {"x": [], "y": []}
+    now[0] = 100.0
+    placement.note(await engines.loads())
+    assert placement.directory()["placed"] == {}
+    await placement.leave("a")
+    engines.held["x"].append("a")  # what an engine said before it heard that the session is over
+    placement.note(await engines.loads())
+    assert placement.directory()["placed"] == {}
+
+
+async def test_rows_are_kept_for_conversations_whose_engine_is_gone() -> None:
+    engines = Engines({"x": 1, "y": 1})
+    placement = Placement(engines.fleet)
+    assert (await placement.enter("a")).engine == "x"
+    del engines.rows["x"]
+    assert (await placement.enter("new")).engine is None  # y's row is for "a", which is looking for one
+    assert await engines.reserve("y", "a")
+    placement.note(await engines.loads())
+    assert placement.directory()["placed"] == {"a": "y"}
+    engines.rows["z"] = 1
+    engines.held["z"] = []
+    await placement.serve_line()
+    assert (await placement.enter("new")).engine == "z"
