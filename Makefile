@@ -9,11 +9,12 @@ ARGS   ?=
 OUT    ?= out/bench-serve
 
 .DEFAULT_GOAL := help
-.PHONY: help setup clients demo test lint eval bench-serve clean
+.PHONY: help setup clients demo monitoring test lint eval bench-serve clean
 
 help:
 	@echo "make setup   make .venv and install a2t there, every package at the version in constraints.txt"
 	@echo "make demo    set up, then hold a ten-minute spoken conversation     (options: ARGS='--keep')"
+	@echo "make monitoring  Prometheus on this machine over an endpoint that runs here, until Ctrl-C"
 	@echo "make test    set up, then run the tests                             (options: ARGS='tests/kv -x')"
 	@echo "make clients make .venv-clients: Pipecat, LiveKit and openai-agents, whose tests are skipped without it"
 	@echo "make lint    set up, then ruff and mypy"
@@ -54,6 +55,9 @@ $(CLIENTS)/.a2t-setup: tests/clients/requirements.txt
 demo: $(STAMP)
 	@echo "a2t: starting the demonstration"
 	@$(BIN)/python -m jobs.demo $(ARGS)
+
+monitoring: $(STAMP)
+	@$(BIN)/python -m jobs.monitoring $(ARGS)
 
 test: $(STAMP)
 	@echo "a2t: running the tests"

@@ -33,7 +33,7 @@ class Prometheus:
 
     def __init__(self, folder: Path, port: int | None = None, scrape_s: float | None = None):
         self._folder = folder.resolve()
-        self._port, self._scrape_s = port or _free_port(), scrape_s
+        self._port, self._scrape_s = port or free_port(), scrape_s
         self._process: subprocess.Popen[bytes] | None = None
         self.address = f"http://127.0.0.1:{self._port}"
 
@@ -142,7 +142,7 @@ def metrics_addresses(nodes: Sequence[dict[str, Any]]) -> list[str]:
     return [f"{n['NodeManagerAddress']}:{n['MetricsExportPort']}" for n in nodes if n["Alive"]]
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
