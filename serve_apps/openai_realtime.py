@@ -52,6 +52,7 @@ SUBPROTOCOL = "realtime"
 KEY_SUBPROTOCOL = "openai-insecure-api-key."
 ROLES = ("user", "system")
 """Whose text is put before the model; what the assistant is to have said is shown, and not heard by the model."""
+MAX_READ_CHARS = 500
 SECOND = np.zeros(SAMPLE_RATE_IN, np.float32)
 
 
@@ -102,8 +103,8 @@ class OpenAI:
         before = self.settings.instructions
         self.settings.update(event.get("session"))
         yield Reply(self.talk.frame("session.updated", session=self.shown()))
-        if self._opened and self.settings.instructions not in (before, None):
-            yield Read(str(self.settings.instructions))  # the prompt stands; what changes is told as text
+        if self._opened and self.settings.instructions != before:
+            yield from self._read(self.settings.instructions)  # the prompt stands; what changes is told as text
 
     def append(self, event: Frame) -> Iterator[Command]:
         yield from self.open()
@@ -131,8 +132,7 @@ class OpenAI:
         kinds = asked.get("output_modalities")
         speaks = self.settings.speaks if not isinstance(kinds, list) else "audio" in kinds
         yield from replies(self.talk.create(metadata, speaks))
-        if isinstance(text := asked.get("instructions"), str) and text.strip():
-            yield Read(text)
+        yield from self._read(asked.get("instructions"))
         yield self.silence()
 
     def cancel(self, event: Frame) -> Iterator[Command]:
@@ -156,10 +156,8 @@ class OpenAI:
         yield from replies(self.talk.add(item))
         if item.get("role") in ROLES:
             for part in parts:
-                if isinstance(text := part.get("text"), str) and text.strip():
-                    yield from self.open()
-                    yield Read(text)
-                elif part.get("audio"):
+                yield from self._read(part.get("text"))
+                if part.get("audio"):
                     yield from self.append(part)
 
     def item_retrieve(self, event: Frame) -> Iterator[Command]:
@@ -235,6 +233,15 @@ class OpenAI:
         if not self._opened:
             self._opened = True
             yield Open(self._options())
+
+    def _read(self, text: object) -> Iterator[Command]:
+        """Text comes before the model as if it were said, so it has to be of a length that could be."""
+        if isinstance(text, str) and text.strip():
+            if len(text) > MAX_READ_CHARS:
+                log.info("session %s: %d characters of text are not read to the model", self.session_id, len(text))
+                return
+            yield from self.open()
+            yield Read(text)
 
     def silence(self) -> Command:
         self._heard += len(SECOND)

@@ -72,7 +72,7 @@ async def main() -> None:
         @session.on("conversation_item_added")
         def added(event: object) -> None:
             item = event.item  # type: ignore[attr-defined]
-            if item.role == "assistant":
+            if getattr(item, "role", None) == "assistant":
                 saw("said", text=item.text_content)
                 saw("done", interrupted=item.interrupted)
 

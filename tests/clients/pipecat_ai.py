@@ -17,11 +17,11 @@ from pipecat.frames.frames import (
     TTSTextFrame,
 )
 from pipecat.pipeline.pipeline import Pipeline
-from pipecat.pipeline.runner import PipelineRunner
-from pipecat.pipeline.worker import PipelineParams, PipelineTask
+from pipecat.pipeline.worker import PipelineParams, PipelineWorker
 from pipecat.processors.frame_processor import FrameDirection, FrameProcessor
 from pipecat.services.openai.realtime import events
 from pipecat.services.openai.realtime.llm import OpenAIRealtimeLLMService
+from pipecat.workers.runner import WorkerRunner
 from talk import RATE, arguments, pieces, saw
 
 
@@ -56,16 +56,18 @@ async def main() -> None:
     settings = OpenAIRealtimeLLMService.Settings(session_properties=properties)
     service = OpenAIRealtimeLLMService(api_key="unused", base_url=url, settings=settings)
     params = PipelineParams(audio_in_sample_rate=RATE, audio_out_sample_rate=RATE)
-    task = PipelineTask(Pipeline([Look(), service, Look()]), params=params)
+    worker = PipelineWorker(Pipeline([Look(), service, Look()]), params=params)
 
     async def speak() -> None:
         async for piece in pieces(sound):
-            await task.queue_frame(InputAudioRawFrame(audio=piece, sample_rate=RATE, num_channels=1))
+            await worker.queue_frame(InputAudioRawFrame(audio=piece, sample_rate=RATE, num_channels=1))
         await asyncio.sleep(1)
-        await task.queue_frame(EndFrame())
+        await worker.queue_frame(EndFrame())
 
     speaking = asyncio.create_task(speak())
-    await PipelineRunner(handle_sigint=False).run(task)
+    runner = WorkerRunner(handle_sigint=False)
+    await runner.add_workers(worker)
+    await runner.run()
     await speaking
     saw("end")
 
