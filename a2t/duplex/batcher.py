@@ -138,6 +138,7 @@ class Batcher:
             leaving.append(leaves)
         device = self.model.shape.device
         batch = self.arena.pack([task.row for task in tasks], [len(feed.ids) for feed in feeds], leaving)
+        batch.feeds = feeds
         ids_T = torch.tensor([i for feed in feeds for i in feed.ids], device=device)
         e_TD = self.model.embed(ids_T.clamp(min=0))
         audio = [feed.audio_AD for feed in feeds if feed.audio_AD is not None]

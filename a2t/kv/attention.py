@@ -44,7 +44,7 @@ def packed_attention(q_1QTD: Tensor, batch: PackedBatch, layer: int, scale: floa
         return out_1TQD
     if len(batch.rows) == 1:
         return _row_attention(q_1QTD[0], batch, layer, 0, scale)[None]
-    together = batch.together
+    together = None if batch.hides else batch.together
     if together is not None and len(together.members) == len(batch.rows):
         return _attention_together(q_1QTD, together, layer, scale)[None]
     out_TQD = torch.empty((batch.tokens, *q_1QTD.shape[1::2]), dtype=q_1QTD.dtype, device=q_1QTD.device)
