@@ -78,6 +78,7 @@ class PackedBatch:
         self.committed = False
         # what each row is fed (a2t.duplex.feeds.Feed), for models that tell tokens apart
         self.feeds: Sequence[Any] = ()
+        self.hides = False  # whether a model has put more into the masks than causality
         self.masks: dict[tuple[int, int], Tensor] = {}  # of attention, by row and first query: the same in every layer
         # views into the arena, made once a step: [H, count, D] to write, [H, end, D] to read; 2 * layer (+ 1) as above
         self._tail = arena._row_views[self.rows[0]].narrow(2, self.starts[0], self.counts[0]).unbind(0)
