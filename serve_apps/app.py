@@ -154,7 +154,11 @@ def _deleted() -> bool:
     """Whether this replica's application is being deleted, not only this replica."""
     from ray.serve.schema import ApplicationStatus
 
-    app = serve.status().applications.get(serve.get_replica_context().app_name)
+    try:
+        app = serve.status().applications.get(serve.get_replica_context().app_name)
+    except Exception:  # of a controller that starts again, say: conversations are not ended for that
+        log.exception("whether the application is being deleted is not known")
+        return False
     return app is None or app.status == ApplicationStatus.DELETING
 
 
@@ -168,6 +172,7 @@ class PlacementDeployment:
         self._ticking: asyncio.Task[None] | None = None
         self._waking: Any = None
         self._woken = 0.0
+        self._told = 0  # to the engines, of how many wait
 
     async def enter(self, session: str) -> Ticket:
         self._start()
@@ -190,7 +195,8 @@ class PlacementDeployment:
 
     async def loads(self) -> list[EngineLoad]:
         """Every engine that answers."""
-        return await self._fleet.loads(self._placement.waiting)
+        self._told = self._placement.waiting
+        return await self._fleet.loads(self._told)
 
     def _start(self) -> None:
         if self._ticking is None:
@@ -203,7 +209,7 @@ class PlacementDeployment:
                 if self._placement.waiting:
                     await self._placement.serve_line()
                     self._wake()
-                elif self._placement.leased:
+                elif self._placement.leased or self._told:
                     self._placement.note(await self.loads())
             except Exception:  # whatever it is, the line must be served again
                 log.exception("the waiting line could not be served this time")
