@@ -104,7 +104,7 @@ class Call:
             case Read(text):
                 await self.read(text)
             case Ask():
-                self.ask(command)
+                await self.ask(command)
             case Close(reason):
                 await self.close(reason)
             case Reply():
@@ -124,18 +124,19 @@ class Call:
 
     async def open(self, options: SessionOptions) -> None:
         """Starts the conversation on the row that is kept for it."""
-        if self._ticket is None:
-            raise WireError("not_admitted", "wait until a row is free before sending anything")
+        ticket = await self._row()
         if self._opening is not None and options.best_effort:  # it may have opened by itself meanwhile
             await asyncio.shield(self._opening)
             return
         if self._opening is not None:
             raise WireError("already_initialized", "the settings come once; for others open a session")
-        self._opening = asyncio.create_task(self._start_session(options, self._ticket))
+        self._opening = asyncio.create_task(self._start_session(options, ticket))
         await asyncio.shield(self._opening)
 
     async def resume(self, command: Resume) -> None:
         """Takes up a conversation whose socket was lost, or replaces its socket."""
+        if self._entered:
+            raise WireError("already_initialized", "one conversation a socket; for another one open another socket")
         session = await self._sessions.find(command.session_id)
         if session is None:
             raise WireError("session_not_found", f"no live session {command.session_id[:64]!r}; open another one")
@@ -149,18 +150,20 @@ class Call:
 
     async def hear(self, pcm_S: Any, force_listen: bool = False) -> None:
         """16 kHz mono float32 samples, any number of them."""
+        session = await self._live()
         self._inputs += 1
-        await self._live().append.remote(self._inputs, pcm_S, force_listen, self._reader)
+        await session.append.remote(self._inputs, pcm_S, force_listen, self._reader)
 
     async def interrupt(self) -> None:
         await self.hear(SILENCE, force_listen=True)
 
     async def read(self, text: str) -> None:
         """Typed text, before the model as if it had been said."""
+        session = await self._live()
         self._inputs += 1
-        await self._live().read.remote(self._inputs, text, self._reader)
+        await session.read.remote(self._inputs, text, self._reader)
 
-    def ask(self, question: Ask) -> None:
+    async def ask(self, question: Ask) -> None:
         """A typed question about the conversation; `Answered` comes when it has been."""
 
         async def put() -> None:
@@ -170,7 +173,7 @@ class Call:
             else:
                 await self._events.put(Answered(question, answer))
 
-        session = self._live()
+        session = await self._live()
         self._start(put())
 
     async def close(self, reason: str) -> None:
@@ -218,12 +221,20 @@ class Call:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _live(self) -> Any:
+    async def _live(self) -> Any:
         if not self._opened.done():
-            if self._ticket is None:
-                raise WireError("not_admitted", "wait until a row is free before sending anything")
+            await self._row()
             raise WireError("session_not_initialized", "start the session before any input")
         return self.session
+
+    async def _row(self) -> Ticket:
+        """The one that is kept for it. WireError while it waits in line."""
+        if self._ticket is None and self._queueing is not None:
+            ticket = await asyncio.shield(self._queueing)
+            self._ticket = ticket if ticket.engine is not None else None
+        if self._ticket is None:
+            raise WireError("not_admitted", "wait until a row is free before sending anything")
+        return self._ticket
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         if self._entered:
