@@ -66,7 +66,7 @@ export function drawMemory(svg, history) {
 }
 
 export function memoryWords({ last, budget, forgotten }) {
-  if (!last) return "Nothing yet.";
+  if (!last) return "Positions in the cache by kind; below the line, what was forgotten in that second.";
   const of = budget === null ? "no budget" : `of a budget of ${count(budget)}`;
   return `${count(last.total)} positions (${bytes(last.bytes)}), ${of}; ${count(forgotten)} forgotten. ` +
     `Without eviction it would be ${count(last.without)}.`;
