@@ -116,19 +116,20 @@ def embedded() -> Told:
     return Told("embedded", model.modules.llm, model.tokenizer, model.encoder)
 
 
-def qwen3(layers: int = 28, vocab: int = 151_936) -> Told:
-    """The shape of Qwen3-0.6B, random weights in float32."""
-    config = Qwen3Config(
-        vocab_size=vocab,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=layers,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=262_144,
-        tie_word_embeddings=True,
-    )
+QWEN3_06B = {
+    "vocab_size": 151_936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+
+
+def qwen3(**sizes: int) -> Told:
+    """The shape of Qwen3-0.6B, or another; random weights in float32."""
+    config = Qwen3Config(**{**QWEN3_06B, **sizes}, max_position_embeddings=262_144, tie_word_embeddings=True)
     with torch.device("meta"):
         lm = Qwen3ForCausalLM(config)
     lm = lm.to_empty(device="cpu")
@@ -138,7 +139,7 @@ def qwen3(layers: int = 28, vocab: int = 151_936) -> Told:
             p.fill_(1.0) if "norm" in name else p.normal_(0, 0.02, generator=generator)
     lm.model.rotary_emb = type(lm.model.rotary_emb)(config)
     tokenizer = WordTokenizer.of_words([f"w{n}" for n in range(40)])
-    return Told("qwen3-0.6b", lm, tokenizer, Noise(1024))
+    return Told("qwen3", lm, tokenizer, Noise(config.hidden_size))
 
 
 SIZES = {"embedded": embedded, "qwen3-0.6b": qwen3}
@@ -208,7 +209,7 @@ class PlainLoop:
         out = self.lm(
             inputs_embeds=e_TD[None],
             position_ids=positions_1T,
-            past_key_values=self.cache,
+            cache=self.cache,
             use_cache=True,
             logits_to_keep=1,
         )
