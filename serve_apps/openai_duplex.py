@@ -30,8 +30,8 @@ from serve_apps.events import (
 from serve_apps.limits import WireError
 from serve_apps.openai_realtime import SUBPROTOCOL, OpenAI, parse
 
-FRAMES_KEPT = 512
-SESSIONS_KEPT = 128
+FRAMES_KEPT = 256
+SESSIONS_KEPT = 64
 CAPABILITIES = {"supports_session_resume": True, "supports_playback_ack": True, "supports_heartbeat": True}
 RESUME_ERRORS = {
     "session_not_found": "session_resume_expired",
@@ -118,8 +118,7 @@ class Duplex:
         if isinstance(event, Opened) and event.resumed:
             yield from self._resumed(event)
             return
-        if self._skip and not isinstance(event, StateChanged):
-            self._skip -= 1
+        if self._told(event):
             return
         for answer in self._line.dialect.tell(event):
             if not isinstance(answer, dict):
@@ -136,6 +135,14 @@ class Duplex:
             self._line.unit, self._line.begun = event.report.unit, 0
         elif not isinstance(event, Admitted | Opened | Queued | StateChanged):
             self._line.begun += 1
+
+    def _told(self, event: Event) -> bool:
+        """Whether the last socket was told of it: a conversation that is taken up begins with a whole unit."""
+        unit = event.report.unit if isinstance(event, UnitDone) else getattr(event, "unit", None)
+        if unit is None or unit > self._line.unit + 1 or not self._skip:
+            return unit is not None and unit <= self._line.unit
+        self._skip -= unit == self._line.unit + 1
+        return True
 
     @property
     def _session(self) -> str:
@@ -164,8 +171,7 @@ class Duplex:
             raise WireError("invalid_session_resume", message)
         self.resuming, self._since = False, since
         line = self._kept.get(session)
-        known = self._since >= self._line.seq if line is None else self._has_all_since(line)
-        self._lost = line is None or not known
+        self._lost = line is None or not self._has_all_since(line)
         return Resume(session, token, -1 if line is None else line.unit)
 
     def _has_all_since(self, line: Line) -> bool:

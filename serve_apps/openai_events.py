@@ -269,6 +269,12 @@ class Talk:
         if voice or overheard is not None:
             yield from self._begin(at_ms, by_voice=voice, overheard=overheard)
 
+    def cut(self) -> Iterator[Frame]:
+        """It has become too long."""
+        if self.answer is not None:
+            self._fenced = self.answer.turn
+            yield from self.finish("incomplete", "max_output_tokens")
+
     def finish(self, status: str, reason: str | None = None) -> Iterator[Frame]:
         """The response's end, `.done` by `.done`."""
         answer, self.answer = self.answer, None

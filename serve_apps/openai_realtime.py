@@ -53,6 +53,8 @@ KEY_SUBPROTOCOL = "openai-insecure-api-key."
 ROLES = ("user", "system")
 """Whose text is put before the model; what the assistant is to have said is shown, and not heard by the model."""
 MAX_READ_CHARS = 500
+MAX_ALONE = 60
+"""Units that an answer may take while its client sends no audio, and so cannot interrupt it."""
 SECOND = np.zeros(SAMPLE_RATE_IN, np.float32)
 
 
@@ -78,6 +80,7 @@ class OpenAI:
         self._voice = Voice()
         self._heard = 0  # samples that were put before the model
         self._from_client = False  # since the last unit, audio has come
+        self._alone = 0  # units of this answer without any
         self._words = False  # of the user's, in this unit
         self._last: AnswerText | None = None
 
@@ -213,8 +216,7 @@ class OpenAI:
                 self._heard = max(self._heard, (report.unit + 1) * SAMPLE_RATE_IN)
                 tokens = (report.input_tokens, report.output_tokens)
                 yield from talk.unit_done(report.unit, *tokens, self._voice.active, self._words)
-                if talk.answer is not None and not self._from_client:
-                    yield self.silence()
+                yield from self._go_on()
                 self._from_client = self._words = False
             case Closed(end):
                 if end.failure is not None:
@@ -242,6 +244,18 @@ class OpenAI:
                 return
             yield from self.open()
             yield Read(text)
+
+    def _go_on(self) -> Iterator[Frame | Command]:
+        """After a unit: an answer whose client sends nothing goes on over silence."""
+        if self.talk.answer is None or self._from_client:
+            self._alone = 0
+            return
+        self._alone += 1
+        if self._alone < MAX_ALONE:
+            yield self.silence()
+        else:
+            yield from self.talk.cut()
+            yield Interrupt()
 
     def silence(self) -> Command:
         self._heard += len(SECOND)

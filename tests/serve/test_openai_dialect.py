@@ -17,7 +17,7 @@ from serve_apps.events import Admitted, Closed, Command, Enter, Event, Hear, Int
 from serve_apps.limits import WireError
 from serve_apps.messages import Failure, SessionEnd
 from serve_apps.openai_events import PATIENCE
-from serve_apps.openai_realtime import HANDLERS, OpenAI
+from serve_apps.openai_realtime import HANDLERS, MAX_ALONE, OpenAI
 from tests.serve.reports import report
 
 schema: TypeAdapter[Any] = TypeAdapter(RealtimeServerEvent)
@@ -201,6 +201,17 @@ def test_a_response_that_the_model_declines() -> None:
     assert kinds == ["response.done", "rate_limits.updated"]
     response = side.of("response.done")[0]["response"]
     assert (response["status"], response["output"]) == ("completed", [])
+
+
+def test_an_answer_that_nobody_could_interrupt_is_cut_at_last() -> None:
+    side = Side()
+    side.send("response.create")
+    for unit in range(MAX_ALONE):
+        side.says(unit, "on")
+    (done,) = side.of("response.done")
+    assert done["response"]["status_details"] == {"type": "incomplete", "reason": "max_output_tokens"}
+    assert isinstance(side.commands[-1], Interrupt)
+    assert side.says(MAX_ALONE, "and on") == []
 
 
 def test_items_are_the_client_s_to_address() -> None:
