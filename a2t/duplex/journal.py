@@ -160,16 +160,14 @@ class Journal:
         conversation.units = len(copy.units)
         whole = min(len(copy.units), len(copy.audio_S) // copy.samples_per_unit)
         pieces = np.split(copy.audio_S, [n * copy.samples_per_unit for n in range(1, whole + 1)])
-        for piece in pieces[:-1]:  # a unit at a time, as a live stream comes
-            conversation.encoder_state.push(piece)
+        for piece in pieces:  # a unit at a time, as a live stream comes
+            if len(piece):
+                conversation.encoder_state.push(piece)
         audio: dict[int, Tensor] = {}
         with torch.no_grad():
-            # Units whose audio the encoder does not give back yet stay text.
+            # All is pushed before: an encoder that looks ahead gives the last unit too, and it is not heard twice.
             for unit in range(len(copy.units) - whole, len(copy.units)):
-                if conversation.encoder_state.units_ready:
-                    audio[unit] = engine.model.encoder.encode([conversation.encoder_state])[0]
-        if len(pieces[-1]):
-            conversation.encoder_state.push(pieces[-1])
+                audio[unit] = engine.model.encoder.encode([conversation.encoder_state])[0]
         conversation.await_units(engine.clock())
         feeds = list(copy._feeds(conversation.loop, audio, engine.model.encoder.embeddings_per_unit))
         needed = sum(len(feed.ids) for feed in feeds) + engine.unit_room(conversation)

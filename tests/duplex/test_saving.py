@@ -11,7 +11,7 @@ from a2t.duplex.engine import ConversationConfig, Engine, EngineConfig
 from a2t.duplex.journal import Journal
 from a2t.kv.cache import ArenaFull
 from a2t.kv.kinds import TEXT, Kind
-from tests.duplex.stub import StubModel, noise
+from tests.duplex.stub import UNIT, StubModel, StubState, noise
 
 UNTIMED = EngineConfig(side_channel_budget_s=None)
 SAMPLED = DuplexConfig(greedy=False, repetition_penalty=1.05, length_penalty=1.1, seed=2)
@@ -146,6 +146,30 @@ def test_after_evictions_the_journal_rebuilds_prefix_text_and_the_last_units():
     assert [result.unit for _, result, _ in other.run()] == [9, 10, 11]
     with pytest.raises(ValueError, match="capacity is 100"):
         conversation.journal.rebuild(Engine(model, capacity=100, config=UNTIMED))
+
+
+class AheadState(StubState):
+    """Of an encoder that looks a quarter of a unit ahead."""
+
+    @property
+    def units_ready(self) -> int:
+        return max(0, len(self.pcm_S) - UNIT // 4) // UNIT
+
+
+def test_a_rebuilt_conversation_hears_no_second_twice_where_the_encoder_looks_ahead():
+    model = StubModel(5)
+    model.encoder.new_state = lambda: AheadState(model.encoder.hidden, model.encoder.dtype)
+    engine, other = Engine(model, config=UNTIMED), Engine(model, config=UNTIMED)
+    conversation = engine.open(ConversationConfig(None, "unbounded", duplex=SAMPLED, audio_units_kept=50))
+    engine.push(conversation, PCM[: 5 * UNIT + UNIT // 2])
+    assert len(engine.run()) == 5
+    copy = conversation.journal.rebuild(other)
+    assert other.run() == [], "all that was heard to its end is known"
+    for one, c in ((engine, conversation), (other, copy)):
+        one.push(c, PCM[5 * UNIT + UNIT // 2 : 8 * UNIT])
+    after = [one.run() for one in (engine, other)]
+    assert told(after[0]) == told(after[1]) and len(after[0]) == 2
+    assert by_position(engine, conversation)[0] == by_position(other, copy)[0]
 
 
 def test_the_journal_keeps_the_last_units_of_audio_only():
