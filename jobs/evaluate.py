@@ -1,20 +1,22 @@
-"""Runs an evaluation suite: `python -m jobs.evaluate --suite embedded [--sessions 20] [--seed 0] [--out DIR]`.
+"""Runs an evaluation suite: `python -m jobs.evaluate --suite NAME [--sessions N] [--seed 0] [--out DIR]`.
 
-The embedded suite streams held-out ten-minute conversations through each system and writes results.json, report.md and
-plots into DIR.  Raw results lie in DIR/raw, one file a (session, system); a run that is started again only does what is
-missing or was made with other weights.  `--sessions` and `--systems` narrow it for a quick look.
+embedded           held-out ten-minute conversations of the embedded world (the default)
+longspeech         word errors over long sessions and temporal questions: LongSpeech's files in --data, or without it an
+                   equivalent set of the embedded world
+full-duplex-bench  takeover, latency and back-channels on the files of Full-Duplex-Bench v1.0 in --data
+
+Results go to DIR: results.json, report.md, plots; raw results, one file a (session, system), to DIR/raw: a run that is
+started again only does what is missing or was made with other weights.  `--sessions` and `--systems` narrow it for a
+quick look.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import multiprocessing
 import os
-import queue
 import sys
 from collections.abc import Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,32 +24,10 @@ from typing import Any
 from a2t.data import embedded_corpus
 from a2t.data.manifest import Manifest, Row
 from a2t.eval.streaming import DEFAULT_SYSTEMS, RATE, SYSTEMS, SessionRun, System, fingerprint, stream_session
+from jobs._suites import EMBEDDED, Paths, run_tasks, unit_done, weights
 
-EMBEDDED = Path(__file__).parents[1] / "a2t" / "models" / "embedded"
 CAPACITY = 16384
 """Positions of an arena row; ten minutes without eviction take about 11,500."""
-
-
-@dataclass(frozen=True)
-class Paths:
-    """Where the weights are: a model folder and two PEFT adapters."""
-
-    base: Path
-    adapter: Path
-    no_distillation: Path
-
-    def of(self, system: System) -> list[Path]:
-        """Folders that the system's weights come from; ValueError naming one that is missing."""
-        adapters = {"base": None, "student": self.adapter, "no_distillation": self.no_distillation}
-        folders = [f for f in (self.base, adapters[system.weights]) if f is not None]
-        for folder in folders:
-            if not list(folder.glob("*.safetensors")):
-                raise ValueError(
-                    f"{folder} holds no .safetensors: system {system.name!r} needs it. Train it (jobs.pretrain_tiny, "
-                    f"jobs.distill), point to it (--base, --adapter, --no-distillation), or leave the system out "
-                    f"(--systems)"
-                )
-        return folders
 
 
 @dataclass(frozen=True)
@@ -59,23 +39,15 @@ class Task:
     out: Path
 
     @property
+    def units(self) -> int:
+        return self.row.units()
+
+    @property
     def fingerprint(self) -> str:
         return fingerprint(self.system, self.row, [self.audio, *(w for f in self.folders for w in weights(f))])
 
     def done(self) -> bool:
         return self.out.exists() and SessionRun.read(self.out).fingerprint == self.fingerprint
-
-
-def weights(folder: Path) -> list[Path]:
-    return sorted([*folder.glob("*.safetensors"), *folder.glob("*config.json")])
-
-
-def start_worker(progress: Any) -> None:
-    """One thread a process: more of them only spin on each other."""
-    import torch
-
-    torch.set_num_threads(1)
-    globals()["_progress"] = progress
 
 
 @functools.cache
@@ -93,42 +65,17 @@ def work(task: Task) -> None:
     pcm_S, rate = soundfile.read(task.audio, dtype="float32")
     assert rate == RATE, f"{task.audio} has {rate} Hz"
     engine = Engine(load_model(task.folders), rows=1, capacity=CAPACITY)
-    put = globals()["_progress"].put
     ask_text = task.system.side_channel and task.system.policy == "a2t"
-    run = stream_session(engine, task.system, task.row, pcm_S, task.fingerprint, ask_text, lambda: put(1))
+    run = stream_session(engine, task.system, task.row, pcm_S, task.fingerprint, ask_text, unit_done)
     run.write(task.out)
-
-
-def run_tasks(tasks: Sequence[Task], workers: int) -> None:
-    """Streams every task, shows a bar over units; the first failure ends it, what is finished stays."""
-    from tqdm import tqdm
-
-    context = multiprocessing.get_context("spawn")
-    with context.Manager() as manager:
-        progress = manager.Queue()
-        bar = tqdm(total=sum(t.row.units() for t in tasks), unit="unit", desc=f"{len(tasks)} streams", smoothing=0.05)
-        pool = ProcessPoolExecutor(workers, mp_context=context, initializer=start_worker, initargs=(progress,))
-        futures: list[Future[None]] = [pool.submit(work, t) for t in tasks]
-        try:
-            while not all(f.done() for f in futures):
-                try:
-                    bar.update(progress.get(timeout=0.5))
-                except queue.Empty:
-                    for f in futures:
-                        if f.done():
-                            f.result()
-            for f in futures:
-                f.result()
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
-            bar.close()
 
 
 def embedded(args: argparse.Namespace) -> str:
     from a2t.eval.embedded import figures, results
     from a2t.eval.report import write_report
 
-    systems = [SYSTEMS[name] for name in args.systems]
+    args.sessions = args.sessions or 20
+    systems = [SYSTEMS[name] for name in args.systems or DEFAULT_SYSTEMS]
     paths = Paths(args.base, args.adapter, args.no_distillation)
     folders = {s.name: tuple(paths.of(s)) for s in systems}  # before hours of work, not after
     print(f"rendering {args.sessions} held-out conversations (split test, seed {args.seed}) ...", flush=True)
@@ -149,7 +96,7 @@ def embedded(args: argparse.Namespace) -> str:
     missing = [t for t in tasks.values() if not t.done()]
     print(f"{len(tasks) - len(missing)} of {len(tasks)} raw results are there", flush=True)
     if missing:
-        run_tasks(missing, args.workers)
+        run_tasks(missing, work, args.workers)
     runs = {key: SessionRun.read(t.out) for key, t in tasks.items()}
     found = {s.name: figures([(r, runs[r.id, s.name]) for r in rows], s.side_channel) for s in systems}
     minutes = sum(r.duration for r in rows) / 60
@@ -163,25 +110,47 @@ def embedded(args: argparse.Namespace) -> str:
     return write_report(args.out, results(found), found, heading, example)
 
 
-SUITES = {"embedded": embedded}
+def longspeech(args: argparse.Namespace) -> str:
+    from jobs._longspeech import longspeech
+
+    return longspeech(args)
+
+
+def full_duplex_bench(args: argparse.Namespace) -> str:
+    from jobs._full_duplex_bench import full_duplex_bench
+
+    return full_duplex_bench(args)
+
+
+SUITES = {"embedded": embedded, "longspeech": longspeech, "full-duplex-bench": full_duplex_bench}
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="jobs.evaluate", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(
+        prog="python -m jobs.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--suite", choices=sorted(SUITES), default="embedded")
-    parser.add_argument("--sessions", type=int, default=20)
+    parser.add_argument("--sessions", type=int, help="how many (default: 20; of a benchmark's files the first 100)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/evaluate"))
-    parser.add_argument("--workers", type=int, default=min(2, os.cpu_count() or 1), help="processes, one thread each")
-    parser.add_argument("--systems", type=lambda s: s.split(","), default=list(DEFAULT_SYSTEMS), metavar="A,B,...")
+    parser.add_argument(
+        "--workers", type=int, default=min(2, os.cpu_count() or 1), help="processes, one thread each; 0: here"
+    )
+    parser.add_argument("--systems", type=lambda s: s.split(","), metavar="A,B,...")
     parser.add_argument("--base", type=Path, default=EMBEDDED)
     parser.add_argument("--adapter", type=Path, default=EMBEDDED / "adapter")
     parser.add_argument("--no-distillation", type=Path, default=EMBEDDED / "adapter_no_distillation")
+    parser.add_argument("--data", type=Path, help="the benchmark's files")
+    parser.add_argument("--minutes", type=float, default=10, help="longspeech without --data: length of a session")
+    parser.add_argument("--language", default="en", help="longspeech: which samples of --data")
+    parser.add_argument("--verdicts", type=Path, help="longspeech: a judge's, JSON lines {system, line, verdict}")
+    parser.add_argument("--score-only", action="store_true", help="full-duplex-bench: score the output.json in --data")
+    parser.add_argument("--reference", type=Path, help="full-duplex-bench: people's back-channel distributions (JSON)")
     args = parser.parse_args(argv)
-    if unknown := [s for s in args.systems if s not in SYSTEMS]:
+    if unknown := [s for s in args.systems or () if s not in SYSTEMS]:
         parser.error(f"no system {', '.join(unknown)}; choose from {', '.join(SYSTEMS)}")
-    if args.sessions < 1 or args.workers < 1:
-        parser.error("--sessions and --workers must be at least 1")
+    if (args.sessions is not None and args.sessions < 1) or args.workers < 0:
+        parser.error("--sessions is at least 1, --workers at least 0")
     return args
 
 
@@ -192,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"evaluate: {error}", file=sys.stderr)
         return 2
-    print(f"written to {args.out}/: results.json, details.json, report.md, plots")
+    print(f"written to {args.out}/: results.json, report.md and what is behind them")
     return 0
 
 

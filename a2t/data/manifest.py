@@ -149,8 +149,10 @@ class Manifest:
     @staticmethod
     def write(path: str | Path, rows: Iterable[Row]) -> int:
         """Writes JSON lines beside the target and renames, so that a half-written manifest is never seen. Returns the
-        count."""
+        count; ValueError for a doubled id or a name that would be read as parquet."""
         path = Path(path)
+        if path.suffix == ".parquet":
+            raise ValueError(f"{path}: JSON lines are written here; choose a name such as manifest.jsonl")
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(path.name + ".part")
         seen: set[str] = set()

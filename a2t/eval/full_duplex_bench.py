@@ -140,6 +140,8 @@ class TaskScore:
 
 
 TASKS = ("pause_handling", "smooth_turn_taking", "user_interruption", "backchannel")
+MARKS = {"smooth_turn_taking": "turn_taking.json", "user_interruption": "interrupt.json"}
+"""The file of a task's sample that scoring reads beside the output."""
 
 
 def score_task(task: str, folder: str | Path, reference: Mapping[str, Sequence[float]] | None = None) -> TaskScore:
@@ -160,9 +162,9 @@ def _score_sample(task: str, sample: Path, reference: Mapping[str, Sequence[floa
     if task == "pause_handling":
         return score_pause(chunks)
     if task == "smooth_turn_taking":
-        return score_turn(chunks, since=_load(sample / "turn_taking.json")[0]["timestamp"][0])
+        return score_turn(chunks, since=_load(sample / MARKS[task])[0]["timestamp"][0])
     if task == "user_interruption":
-        return score_turn(chunks, since=_load(sample / "interrupt.json")[0]["timestamp"][1])
+        return score_turn(chunks, since=_load(sample / MARKS[task])[0]["timestamp"][1])
     if reference is None or sample.name not in reference:
         raise ValueError(f"sample {sample.name} has no reference distribution of back-channels: pass one for it")
     voice = _load(sample / "segments.json")

@@ -3,11 +3,13 @@
 import json
 import math
 
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from a2t.data.manifest import Manifest, Row, Turn, Word
+from a2t.data.tables import table_of
 
 GOOD = Row(
     id="s1-1",
@@ -29,6 +31,22 @@ def test_round_trip_through_a_file(tmp_path):
     assert Manifest.read(tmp_path / "sub" / "m.jsonl", split="test") == rows[1:]
     assert Manifest.audio_path(tmp_path / "m.jsonl", GOOD) == str(tmp_path / "audio/s1-1.flac")
     assert Manifest.audio_path(tmp_path / "m.jsonl", rows[1]) == "/abs/x.wav"
+
+
+def test_a_parquet_manifest_says_the_same(tmp_path):
+    rows = [GOOD, Row("x", "/abs/x.wav", 1, "s2", "test")]
+    Manifest.write(tmp_path / "m.jsonl", rows)
+    path = tmp_path / "m.parquet"
+    pq.write_table(table_of(rows), path)
+    assert Manifest.read(path) == Manifest.read(tmp_path / "m.jsonl") == rows
+    assert Manifest.read(path.as_uri()) == Manifest.read((tmp_path / "m.jsonl").as_uri()) == rows
+    assert Manifest.read(path, split="test") == rows[1:]
+    assert Manifest.audio_path("s3://bucket/set/m.parquet", GOOD) == "s3://bucket/set/audio/s1-1.flac"
+    pq.write_table(table_of([rows[1], rows[1]]), path)
+    with pytest.raises(ValueError, match=r"m.parquet:2: id 'x' was already used in line 1"):
+        Manifest.read(path)
+    with pytest.raises(ValueError, match="choose a name such as manifest.jsonl"):
+        Manifest.write(path, rows)
 
 
 text = st.text(min_size=1, max_size=8).filter(lambda s: s == s.strip())
