@@ -1,6 +1,7 @@
 """The command line: `a2t stream FILE`, `a2t doctor PATH`, `a2t top`.
 
-A user's mistake ends in one line on standard error and exit code 2, never in a traceback.
+A user's mistake ends in one line on standard error and exit code 1 (2 where the arguments themselves are wrong), never
+in a traceback.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-USER_ERROR = 2
+USER_ERROR = 1
 INTERRUPTED = 130
 
 
@@ -57,7 +58,9 @@ def _add_stream(commands: Any) -> None:
     )
     p.add_argument("--policy-option", action="append", default=[], metavar="NAME=VALUE", help="as text_tier=fold")
     p.add_argument("--model", metavar="PATH", help="model folder, or the hub's name of one (the embedded model)")
-    p.add_argument("--adapter", metavar="PATH", help="adapter folder, or none (the model's own)")
+    p.add_argument("--adapter", metavar="PATH", help="adapter folder, the hub's name of one, or none (the model's own)")
+    p.add_argument("--dtype", choices=["bf16", "fp16", "fp32"], help="of the weights (the checkpoint's own)")
+    p.add_argument("--device", metavar="D", help="cpu, cuda, cuda:1, or auto for all GPUs (a GPU if there is one)")
     p.add_argument("--prompt", metavar="TEXT", help="system prompt (the model's own)")
     p.add_argument("--sampled", action="store_true", help="sample the answers instead of taking the likeliest token")
     p.add_argument("--seed", type=int, metavar="S", help="of the sampling (0)")
@@ -73,12 +76,12 @@ def _add_doctor(commands: Any) -> None:
     p = commands.add_parser(
         "doctor",
         help="look into a model folder",
-        description="Says what is in a checkpoint, what is missing (exit code 1) and what it will need in memory. "
-        "Loads no weights.",
+        description="Says what is in a checkpoint, what is missing or damaged (exit code 1) and what it will need in "
+        "memory. Loads no weights.",
     )
     p.add_argument("path", metavar="PATH", help="a checkpoint's folder, or the hub's name of one")
-    p.add_argument("--conversations", type=int, default=1, metavar="N", help="held at once (1)")
-    p.add_argument("--budget", type=int, default=4000, metavar="B", help="most residents of each (4000)")
+    p.add_argument("--conversations", type=_count, default=1, metavar="N", help="held at once (1)")
+    p.add_argument("--budget", type=_positions, default=4000, metavar="B", help="most residents of each (4000)")
     p.add_argument("--dtype", choices=["bf16", "fp16", "fp32"], help="as it would be loaded (its own)")
     p.add_argument("--json", action="store_true", help="one JSON object")
     p.set_defaults(run=_doctor)
@@ -118,6 +121,12 @@ def _stream(args: argparse.Namespace) -> int:
     from a2t.stream import stream  # torch is imported here, after the arguments have been read
 
     return stream(args)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of conversations; give 1 or more")
+    return int(text)
 
 
 def _positions(text: str) -> int | None:

@@ -7,24 +7,26 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import Qwen3ForCausalLM
-from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
+from a2t.audio.conv_encoder import PER_UNIT
 from a2t.duplex.decoding import DuplexConfig
 from a2t.duplex.protocol import TOKEN_TEXT, SpecialTokens
 from a2t.duplex.unit_loop import UnitLoop
-from a2t.models import minicpmo, minicpmo_speech
+from a2t.models import minicpmo, minicpmo_speech, tiny
 from a2t.models.adapters import SIDE_CHANNEL
-from a2t.models.checkpoint import Checkpoint
+from a2t.models.checkpoint import Checkpoint, read_tokenizer
+from a2t.models.hub import locate
+from a2t.models.loading import DTYPES, OWN_FOLDER, model_type
 from a2t.models.memory import ConversationMemory, on_paper
-from a2t.models.whisper_stream import FRAMES, Projection, whisper_config
+from a2t.models.whisper_stream import FRAMES
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 OTHER_PARTS = {"vpm": "vision, not used", "resampler": "vision, not used"}
 
 
@@ -39,7 +41,8 @@ class Part:
     bytes: int
     dtypes: list[str]
     needed: bool
-    problems: list[str] = field(default_factory=list)
+    problems: list[str]
+    dtype: torch.dtype | None  # of most of them
 
 
 @dataclass
@@ -55,21 +58,17 @@ class Examination:
 
 
 def examine(path: str | Path, dtype: torch.dtype | None = None) -> Examination:
-    """Reads headers, configuration and tokenizer.  ValueError where there is no checkpoint to examine at all."""
-    checkpoint = Checkpoint.open(path)
-    kind = str(checkpoint.config.get("model_type"))
-    if kind == "minicpmo":
-        parts, notes, missing = _minicpmo(checkpoint)
-    elif kind == "a2t-embedded":
-        parts, notes, missing = _embedded(checkpoint)
-    else:
-        raise ValueError(f"{checkpoint.folder} is of model type {kind!r}: a2t runs minicpmo and a2t-embedded")
+    """Reads headers, configuration and tokenizer.  `dtype`: as it would be loaded, None for its own.  ValueError where
+    there is no checkpoint to examine at all."""
+    kind = model_type(locate(path, parts=()))
+    if kind not in ("minicpmo", tiny.MODEL_TYPE):
+        raise ValueError(f"{path} is of model type {kind!r}: a2t runs minicpmo and {tiny.MODEL_TYPE}")
+    checkpoint = Checkpoint.open(path, minicpmo.PARTS if kind == "minicpmo" else ("",))
+    parts, notes, missing = (_minicpmo if kind == "minicpmo" else _embedded)(checkpoint, dtype)
     missing += [f"{part.prefix} {problem}" for part in parts if part.needed for problem in part.problems[:3]]
     read = [part for part in parts if part.needed]
-    loaded = dtype or (_dtype_of(checkpoint, parts[0].prefix) if parts[0].tensors else torch.bfloat16)
-    weights = sum(part.parameters * dtype.itemsize if dtype else part.bytes for part in read)
-    if kind == "a2t-embedded" and dtype is None:
-        loaded, weights = torch.float32, sum(part.parameters for part in read) * 4  # loaded wider than it is stored
+    loaded = dtype or (torch.float32 if kind == tiny.MODEL_TYPE else parts[0].dtype or torch.bfloat16)
+    weights = sum(part.parameters * loaded.itemsize for part in read)
     tokens = SpecialTokens(*range(len(TOKEN_TEXT)))
     room = UnitLoop(tokens, lambda _: "", DuplexConfig()).positions_per_unit(_audio_per_unit(checkpoint))
     return Examination(
@@ -78,52 +77,65 @@ def examine(path: str | Path, dtype: torch.dtype | None = None) -> Examination:
 
 
 def _audio_per_unit(checkpoint: Checkpoint) -> int:
-    return FRAMES // checkpoint.config.get("audio_pool_step", 5)
+    if checkpoint.config["model_type"] == tiny.MODEL_TYPE:
+        return PER_UNIT
+    return FRAMES // int(checkpoint.config.get("audio_pool_step") or 5)
 
 
-def _part(checkpoint: Checkpoint, prefix: str, what: str, needed: bool, module: nn.Module | None = None) -> Part:
-    found = checkpoint.describe(prefix)
+def _part(
+    checkpoint: Checkpoint,
+    prefix: str,
+    what: str,
+    needed: bool = False,
+    module: nn.Module | None = None,
+    dtype: torch.dtype | None = None,
+) -> Part:
+    problems: list[str] = []
+    try:
+        found = checkpoint.describe(prefix)
+        if module is not None:
+            unused = minicpmo_speech.UNUSED if prefix == minicpmo_speech.PREFIX else frozenset[str]()
+            problems = checkpoint.problems(module, prefix, unused, dtype)
+    except ValueError as error:  # a file of its is damaged or not there
+        found, problems = {}, [str(error)]
     sizes = {name: torch.Size(shape).numel() for name, (shape, _) in found.items()}
-    part = Part(
+    kinds = Counter(kind for _, kind in found.values())
+    return Part(
         prefix,
         what,
-        tensors=len(found),
+        tensors=len(checkpoint.names(prefix)),
         parameters=sum(sizes.values()),
-        bytes=sum(sizes[name] * dtype.itemsize for name, (_, dtype) in found.items()),
-        dtypes=sorted({str(dtype).removeprefix("torch.") for _, dtype in found.values()}),
+        bytes=sum(sizes[name] * kind.itemsize for name, (_, kind) in found.items()),
+        dtypes=sorted(str(kind).removeprefix("torch.") for kind in kinds),
         needed=needed,
+        problems=problems,
+        dtype=kinds.most_common(1)[0][0] if kinds else None,
     )
-    if module is not None:
-        unused = minicpmo_speech.UNUSED if prefix == minicpmo_speech.PREFIX else frozenset[str]()
-        part.problems = checkpoint.problems(module, prefix, unused)
-    return part
 
 
-def _minicpmo(checkpoint: Checkpoint) -> tuple[list[Part], list[str], list[str]]:
-    config, notes, missing = checkpoint.config, list[str](), list[str]()
+Findings = tuple[list[Part], list[str], list[str]]
+
+
+def _minicpmo(checkpoint: Checkpoint, dtype: torch.dtype | None) -> Findings:
+    notes, missing = list[str](), list[str]()
     language = minicpmo.language_config(checkpoint)
     with torch.device("meta"):
         llm = Qwen3ForCausalLM(language)
-    parts = [_part(checkpoint, minicpmo.LANGUAGE, "language model (Qwen3)", True, llm)]
-    audio = config.get("audio_config")
-    if isinstance(audio, dict):
-        whisper = whisper_config(audio)
-        with torch.device("meta"):
-            encoder, projection = WhisperEncoder(whisper), Projection(whisper.d_model, language.hidden_size)
-        parts += [
-            _part(checkpoint, minicpmo.ENCODER, "audio encoder (Whisper)", True, encoder),
-            _part(checkpoint, minicpmo.PROJECTION, "its projection", True, projection),
-        ]
-    else:
-        missing.append("config.json has no audio_config: there is no audio encoder")
-    voice = _part(checkpoint, minicpmo_speech.PREFIX, "speech-token decoder", False)
-    if voice.tensors:
-        parts.append(voice)
+    parts = [_part(checkpoint, minicpmo.LANGUAGE, "language model (Qwen3)", True, llm, dtype)]
+    encoder, projection, _ = minicpmo.encoder_modules(checkpoint)
+    parts += [
+        _part(checkpoint, minicpmo.ENCODER, "audio encoder (Whisper)", True, encoder, dtype),
+        _part(checkpoint, minicpmo.PROJECTION, "its projection", True, projection, dtype),
+    ]
+    voice = minicpmo_speech.PREFIX
+    if checkpoint.names(voice):
+        parts.append(_part(checkpoint, voice, "speech-token decoder", module=_voice_modules(checkpoint, notes)))
+        notes += [f"its voice is incomplete: {problem}" for problem in parts[-1].problems[:1]]
     else:
         notes.append("no tts. tensors: it answers in text, without its own voice")
     known = {name for part in parts for name in checkpoint.names(part.prefix)}
     rest = sorted({name.split(".")[0] for name in checkpoint.files if name not in known})
-    parts += [_part(checkpoint, f"{top}.", OTHER_PARTS.get(top, "unknown, not used"), False) for top in rest]
+    parts += [_part(checkpoint, f"{top}.", OTHER_PARTS.get(top, "unknown, not used")) for top in rest]
     try:
         tokenizer = minicpmo.CheckpointTokenizer.read(checkpoint.folder)
         SpecialTokens.from_lookup(tokenizer.token_id)
@@ -140,23 +152,34 @@ def _minicpmo(checkpoint: Checkpoint) -> tuple[list[Part], list[str], list[str]]
     return parts, notes, missing
 
 
-def _embedded(checkpoint: Checkpoint) -> tuple[list[Part], list[str], list[str]]:
+def _voice_modules(checkpoint: Checkpoint, notes: list[str]) -> nn.Module | None:
+    try:
+        with torch.device("meta"):
+            return minicpmo_speech.modules_of(checkpoint)
+    except ValueError as error:
+        notes.append(f"its voice cannot be used: {error}")
+        return None
+
+
+def _embedded(checkpoint: Checkpoint, dtype: torch.dtype | None) -> Findings:
+    with torch.device("meta"):
+        modules = tiny.modules_of(checkpoint)
+    whole = _part(checkpoint, "", "the embedded model", True, modules, dtype)
     tops = sorted({name.split(".")[0] for name in checkpoint.files})
     parts = [_part(checkpoint, f"{top}.", "part of the embedded model", True) for top in tops]
-    parts.sort(key=lambda part: part.prefix != "llm.")
-    missing = [] if (checkpoint.folder / "tokenizer.json").is_file() else ["tokenizer.json is missing"]
-    adapter = (checkpoint.folder / "adapter" / "adapter_config.json").is_file()
+    missing = [f"it {problem}" for problem in whole.problems[:3]]
+    try:
+        tiny.WordTokenizer(read_tokenizer(checkpoint.folder))
+    except ValueError as error:
+        missing.append(str(error))
+    adapter = (checkpoint.folder / OWN_FOLDER / "adapter_config.json").is_file()
     return parts, ["it has its own adapter" if adapter else "no adapter: it has no side channel"], missing
-
-
-def _dtype_of(checkpoint: Checkpoint, prefix: str) -> torch.dtype:
-    return next(dtype for _, dtype in checkpoint.describe(prefix).values())
 
 
 def run(args: argparse.Namespace) -> int:
     """0: it can run. 1: something that it needs is missing.  ValueError where there is nothing to look into."""
-    if args.conversations < 1 or args.budget < 0:
-        raise ValueError(f"{args.conversations} conversations at budget {args.budget}: give at least 1, and 0 or more")
+    if args.budget is None:
+        raise ValueError("--budget none: memory without a limit has no size; give a number of positions")
     found = examine(args.path, DTYPES[args.dtype] if args.dtype else None)
     print(_json(found, args) if args.json else _text(found, args))
     return 1 if found.missing else 0
@@ -183,7 +206,7 @@ def _json(found: Examination, args: argparse.Namespace) -> str:
         {
             "folder": str(found.folder),
             "model_type": found.model_type,
-            "parts": [asdict(part) for part in found.parts],
+            "parts": [{k: v for k, v in asdict(part).items() if k != "dtype"} for part in found.parts],
             "notes": found.notes,
             "missing": found.missing,
             "memory": _needs(found, args) | {"conversations": args.conversations, "budget": args.budget},

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
-import torch
 from rich.console import Console
 from rich.live import Live
-from safetensors import SafetensorError
 
 from a2t.audio.files import audio_info, stream_audio
 from a2t.duplex.conversation import CacheFull, Conversation, ConversationConfig, UnitStats
@@ -25,6 +22,7 @@ from a2t.duplex.unit_loop import UnitResult
 from a2t.kv.policies import make_policy
 from a2t.live import Dialogue, LiveView, Totals, grouped, line_text, summary_table
 from a2t.models.base import DuplexModel
+from a2t.models.loading import DTYPES, EMBEDDED_NAME, OWN, load_model
 
 QUIET_UNITS = 2
 """Silent units that end the tail: the model has nothing more to say."""
@@ -37,14 +35,14 @@ def stream(args: argparse.Namespace) -> int:
     info = audio_info(args.file)
     options = parse_options(args.policy_option)
     make_policy(args.policy, **options)  # a wrong one is said before the model is loaded
-    model = load_model(args.model, args.adapter)
+    model = load(args.model, args.adapter, args.dtype, args.device)
     if args.policy == "context" and hasattr(model, "context_window"):
         options = model.context_window() | options
     config = ConversationConfig(
         budget=args.budget,
         policy=args.policy,
         policy_options=options,
-        duplex=decoding(model, args.sampled, args.seed or 0),
+        duplex=DuplexConfig.of(model, greedy=not args.sampled, seed=args.seed or 0),
         system_prompt=args.prompt,
     )
     tail = int(args.tail or 0)
@@ -108,45 +106,16 @@ def units(engine: Engine, conversation: Conversation, path: Path, tail: int) -> 
             yield result, stats
 
 
-def load_model(model: str | None, adapter: str | None) -> DuplexModel:
-    """The embedded model, another folder of its form, or MiniCPM-o (a folder, or the hub's name for it).
-
-    `adapter`: None takes the model's own (its folder `adapter`) where it has one, "none" leaves the model as it is.
-    ValueError where something cannot be loaded.
-    """
-    from a2t.models.tiny import EMBEDDED, load_tiny
-
-    folder = EMBEDDED if model is None else Path(model)
-    hub_name = model is not None and not folder.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", model) is not None
-    own = folder / "adapter"
-    merged = (own if own.is_dir() else None) if adapter is None else None if adapter == "none" else Path(adapter)
-    for path in (None if hub_name else folder, merged):
-        if path is not None and not path.is_dir():
-            raise ValueError(f"{path}: there is no such folder")
+def load(model: str | None, adapter: str | None, dtype: str | None, device: str | None) -> DuplexModel:
+    """As the command line names them.  ValueError where something cannot be loaded."""
+    chosen = None if adapter == "none" else adapter or OWN
     try:
-        if hub_name or model_type(folder) == "minicpmo":
-            from a2t.models.minicpmo import load_minicpmo
-
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            return cast(DuplexModel, load_minicpmo(str(folder), merged, device=device))
-        return cast(DuplexModel, load_tiny(folder, merged))  # cast: an encoder takes only states of its own making
-    except (SafetensorError, KeyError, TypeError, RuntimeError) as error:
-        raise ValueError(f"{folder}: not a model that can be loaded ({type(error).__name__}: {error})") from error
-
-
-def model_type(folder: Path) -> str | None:
-    """What config.json says; None where there is none, which the loader then reports."""
-    config = folder / "config.json"
-    values = json.loads(config.read_text()) if config.is_file() else {}
-    return values.get("model_type") if isinstance(values, dict) else None
-
-
-def decoding(model: DuplexModel, sampled: bool, seed: int) -> DuplexConfig:
-    """The model's own rules for choosing tokens, likeliest token first unless `sampled`."""
-    from a2t.models.minicpmo import MiniCPMO
-
-    own = DuplexConfig.minicpmo if isinstance(model, MiniCPMO) else DuplexConfig
-    return own(greedy=not sampled, seed=seed)
+        return load_model(model, chosen, DTYPES[dtype] if dtype else None, device)
+    except (KeyError, TypeError, RuntimeError) as error:  # a kind of damage that no check names
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"{model or EMBEDDED_NAME}: not a model that can be loaded ({type(error).__name__}: {reason})"
+        ) from error
 
 
 def capacity_for(config: ConversationConfig, seconds: int) -> int:

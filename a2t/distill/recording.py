@@ -83,8 +83,9 @@ def record(
     """Examples of `rows` in their order, `at_once` streamed in a batch; counts go to `report`.
 
     Audio paths are relative to `manifest`.  A row's `extra["prompt"]` is its system prompt, the model's default
-    otherwise.  `duplex`: how native tokens are decoded (greedily by default).  Raises ValueError naming the row for
-    audio that cannot be read, a word that the vocabulary lacks, or `native="manifest"` without native units.
+    otherwise.  `duplex`: how native tokens are decoded; by default the model's own rules, greedily.  Raises ValueError
+    naming the row for audio that cannot be read, a word that the vocabulary lacks, or `native="manifest"` without
+    native units.
     """
     report = Report() if report is None else report
     for group in _groups(rows, at_once, max_seconds, report):
@@ -92,7 +93,8 @@ def record(
         alignments = [words_to_units(row.words, row.units(), delta=delta) for row in group]
         prompts = [row.extra.get("prompt", model.default_prompt) for row in group]
         if native == "record":
-            streamed = _stream(model, pcm, [len(a.segments) for a in alignments], prompts, duplex or DuplexConfig())
+            rules = duplex or DuplexConfig.of(model, greedy=True)
+            streamed = _stream(model, pcm, [len(a.segments) for a in alignments], prompts, rules)
         else:
             streamed = _encode(model, group, pcm, alignments)
         for row, alignment, prompt, (natives, audio_AD) in zip(group, alignments, prompts, streamed, strict=True):

@@ -20,6 +20,7 @@ from a2t.data.manifest import Row
 from a2t.duplex.decoding import DuplexConfig
 from a2t.duplex.engine import ConversationConfig, Engine, UnitStats
 from a2t.duplex.unit_loop import UnitResult
+from a2t.models.base import DuplexModel
 
 RATE = 16_000
 Weights = Literal["base", "student", "no_distillation"]
@@ -37,12 +38,14 @@ class System:
     policy_options: Mapping[str, Any] = field(default_factory=dict)
     says: str = ""
 
-    def conversation(self, prompt: str | None) -> ConversationConfig:
+    def conversation(self, prompt: str | None, model: DuplexModel | None = None) -> ConversationConfig:
+        """By the model's own duplex rules (None: the embedded default's), greedily."""
+        rules = model.decoding if model is not None else {}
         return ConversationConfig(
             budget=self.budget,
             policy=self.policy,
             policy_options=dict(self.policy_options),
-            duplex=DuplexConfig(side_channel=self.side_channel),
+            duplex=DuplexConfig(**{**rules, "greedy": True, "side_channel": self.side_channel}),
             system_prompt=prompt,
         )
 
@@ -156,7 +159,7 @@ def stream_session(
     for i, turn in enumerate(row.turns):
         if ask_text and turn.kind == "order_question":
             due.setdefault(int(turn.start), []).append(i)
-    conversation = engine.open(system.conversation(row.extra.get("prompt")))
+    conversation = engine.open(system.conversation(row.extra.get("prompt"), engine.model))
     runs: list[UnitRun] = []
     answers: dict[int, str] = {}
     peak = 0

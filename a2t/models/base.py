@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -55,6 +55,14 @@ class DuplexModel(Protocol):
     name: str
     shape: LanguageShape
     default_prompt: str
+
+    @property
+    def decoding(self) -> Mapping[str, Any]:
+        """Its duplex rules: settings of a2t.duplex.decoding.DuplexConfig that differ from the defaults."""
+
+    @property
+    def lm(self) -> Any:
+        """The language model, a `Qwen3ForCausalLM` of transformers, bare or in a `PeftModel`."""
 
     @property
     def encoder(self) -> AudioEncoder: ...

@@ -21,12 +21,19 @@ from transformers.models.whisper.modeling_whisper import WhisperEncoder
 from a2t.duplex.protocol import SpecialTokens
 from a2t.kv.cache import PackedBatch
 from a2t.models.adapters import add_side_channel_tokens, load_adapter
-from a2t.models.checkpoint import Checkpoint
+from a2t.models.checkpoint import Checkpoint, number, read_tokenizer, whole
+from a2t.models.hub import locate_adapter
 from a2t.models.language import Qwen3OverArena
-from a2t.models.whisper_stream import Projection, StreamingWhisper, whisper_config
+from a2t.models.whisper_stream import FRAMES, Projection, StreamingWhisper, activation, whisper_config
 
 MODEL_TYPE = "minicpmo"
 LANGUAGE, ENCODER, PROJECTION = "llm.", "apm.", "audio_projection_layer."
+PARTS = (LANGUAGE, ENCODER, PROJECTION)
+DECODING: dict[str, Any] = {
+    "first_token_is_text": False, "greedy": False, "temperature": 0.7, "top_k": 20, "top_p": 0.8,
+    "repetition_penalty": 1.05, "length_penalty": 1.1,
+}  # fmt: skip
+"""Where its duplex rules differ from a2t.duplex.decoding.DuplexConfig's defaults.  Source: its streaming decoder."""
 PROMPT = "<|im_start|>system\nStreaming Duplex Conversation! You are a helpful assistant.<|im_end|>\n"
 MARKER = "\n\nprevious: "
 
@@ -41,13 +48,7 @@ class CheckpointTokenizer:
 
     @classmethod
     def read(cls, folder: Path) -> CheckpointTokenizer:
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise ValueError(f"{folder} has no tokenizer.json: download the checkpoint again")
-        try:
-            return cls(Tokenizer.from_file(str(path)))
-        except Exception as error:  # the library raises bare Exceptions
-            raise ValueError(f"{path} cannot be read as a tokenizer ({error}): download it again") from error
+        return cls(read_tokenizer(folder))
 
     @property
     def size(self) -> int:
@@ -78,6 +79,7 @@ class MiniCPMO:
     see a2t.models.adapters)."""
 
     default_prompt = PROMPT
+    decoding = DECODING
 
     def __init__(self, lm: nn.Module, encoder: StreamingWhisper, tokenizer: CheckpointTokenizer, name: str):
         self.name, self.lm, self.encoder, self.tokenizer = name, lm, encoder, tokenizer
@@ -135,13 +137,19 @@ def load_minicpmo(
     """
     if isinstance(dtype, str):
         named = getattr(torch, dtype, None)
-        if not isinstance(named, torch.dtype):
-            raise ValueError(f"there is no type {dtype!r}; bfloat16, float16 and float32 are")
+        if not isinstance(named, torch.dtype) or not named.is_floating_point:
+            raise ValueError(f"there is no type {dtype!r} for weights; bfloat16, float16 and float32 are")
         dtype = named
-    checkpoint = Checkpoint.open(path)
+    adapter = None if adapter is None else locate_adapter(adapter)
+    checkpoint = Checkpoint.open(path, PARTS)
+    config = language_config(checkpoint)
     tokenizer = CheckpointTokenizer.read(checkpoint.folder)
     SpecialTokens.from_lookup(tokenizer.token_id)  # a tokenizer of another model is told before gigabytes are read
-    config = language_config(checkpoint)
+    if tokenizer.size > config.vocab_size:
+        raise ValueError(
+            f"{checkpoint.folder}/tokenizer.json has ids up to {tokenizer.size - 1} where config.json's vocab_size is "
+            f"{config.vocab_size}: it is another model's"
+        )
     if device_map == "auto":
         device_map = _balanced(config, dtype or torch.bfloat16)
     lm = load_language(checkpoint, dtype, device if device_map is None else device_map)
@@ -154,27 +162,41 @@ def load_minicpmo(
 
 
 def language_config(checkpoint: Checkpoint) -> Qwen3Config:
-    """The language model's sizes, which MiniCPM-o keeps at the top level of its config.json."""
-    values = checkpoint.config
+    """The language model's sizes, which MiniCPM-o keeps at the top level of its config.json.  ValueError naming the
+    setting that is missing, no size, or not supported."""
+    values, where = checkpoint.config, checkpoint.where
     if values.get("model_type") != MODEL_TYPE:
         raise ValueError(
-            f"{checkpoint.folder}/config.json is of model type {values.get('model_type')!r}, not {MODEL_TYPE!r}: "
-            "this loader reads MiniCPM-o 4.5"
+            f"{where} is of model type {values.get('model_type')!r}, not {MODEL_TYPE!r}: this reads MiniCPM-o 4.5"
         )
-    needed = (
+    if values.get("quantization_config"):
+        raise ValueError(f"{where} is of a quantized checkpoint: give the one in bfloat16")
+    if values.get("tie_word_embeddings"):
+        raise ValueError(f"{where} ties the output matrix to the embedding; 4.5 has both apart")
+    if values.get("use_sliding_window"):
+        raise ValueError(f"{where} asks for sliding windows; every layer of 4.5 sees all that is resident")
+    rope = values.get("rope_scaling") or {}
+    if not isinstance(rope, dict) or set(rope) - {"rope_type", "type"} or set(rope.values()) - {"default"}:
+        raise ValueError(f"{where}: rope_scaling is {rope!r}; only plain rotary positions are supported")
+    sizes = (
         "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
         "num_key_value_heads",
     )  # fmt: skip
-    optional = ("head_dim", "hidden_act", "rms_norm_eps", "attention_bias", "max_position_embeddings")
-    missing = [name for name in needed if name not in values]
-    if missing:
-        raise ValueError(f"{checkpoint.folder}/config.json lacks {missing[0]}: it is not a MiniCPM-o 4.5 checkpoint's")
-    if values.get("tie_word_embeddings"):
-        raise ValueError(f"{checkpoint.folder}/config.json ties the output matrix to the embedding; 4.5 has both apart")
-    rope: dict[str, Any] = values.get("rope_scaling") or {"rope_type": "default"}
+    given: dict[str, Any] = {name: whole(values, name, where) for name in sizes}
+    given |= {n: whole(values, n, where) for n in ("head_dim", "max_position_embeddings") if values.get(n) is not None}
+    heads, kv_heads = given["num_attention_heads"], given["num_key_value_heads"]
+    if heads % kv_heads:
+        raise ValueError(f"{where}: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}")
+    if "head_dim" not in given and given["hidden_size"] % heads:
+        raise ValueError(f"{where}: hidden_size {given['hidden_size']} is no multiple of num_attention_heads {heads}")
+    if given.get("head_dim", 2) % 2:
+        raise ValueError(f"{where}: head_dim is {given['head_dim']}; rotary positions turn pairs, so it is even")
     return Qwen3Config(
-        **{name: values[name] for name in (*needed, *optional) if values.get(name) is not None},
-        rope_parameters={**rope, "rope_theta": values.get("rope_theta", 1e6)},
+        **{"head_dim": given["hidden_size"] // heads} | given,
+        hidden_act=activation(values, "hidden_act", where, "silu"),
+        rms_norm_eps=number(values, "rms_norm_eps", where, 1e-6),
+        attention_bias=bool(values.get("attention_bias")),
+        rope_parameters={"rope_type": "default", "rope_theta": number(values, "rope_theta", where, 1e6)},
         tie_word_embeddings=False,
         use_sliding_window=False,
     )
@@ -224,16 +246,25 @@ def load_encoder(
     checkpoint: Checkpoint, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
 ) -> StreamingWhisper:
     """Whisper's encoder with the tensors under `apm.`, and the projection after it."""
-    values = checkpoint.config.get("audio_config")
-    if not isinstance(values, dict):
-        raise ValueError(f"{checkpoint.folder}/config.json has no audio_config: this checkpoint has no audio encoder")
-    config = whisper_config(values)
-    with torch.device("meta"):
-        encoder = WhisperEncoder(config)
-        projection = Projection(config.d_model, checkpoint.config["hidden_size"])
+    encoder, projection, pool = encoder_modules(checkpoint)
     checkpoint.load_into(encoder, ENCODER, dtype, device)
-    checkpoint.load_into(projection, PROJECTION, dtype, device)
-    return StreamingWhisper(encoder, projection, checkpoint.config.get("audio_pool_step", 5))
+    checkpoint.load_into(projection, PROJECTION, dtype or encoder.conv1.weight.dtype, device)
+    return StreamingWhisper(encoder, projection, pool)
+
+
+def encoder_modules(checkpoint: Checkpoint) -> tuple[WhisperEncoder, Projection, int]:
+    """The encoder and the projection, on the meta device, and how many frames an embedding is the mean of.  ValueError
+    naming the setting that is wrong."""
+    values, where = checkpoint.config, checkpoint.where
+    audio = values.get("audio_config")
+    if not isinstance(audio, dict):
+        raise ValueError(f"{where} has no audio_config: this checkpoint has no audio encoder")
+    config = whisper_config(audio, f"{where}, audio_config")
+    pool = whole({"audio_pool_step": 5} | values, "audio_pool_step", where)
+    if FRAMES % pool:
+        raise ValueError(f"{where}: audio_pool_step is {pool}: it must divide the {FRAMES} frames of a unit")
+    with torch.device("meta"):
+        return WhisperEncoder(config), Projection(config.d_model, whole(values, "hidden_size", where)), pool
 
 
 def _balanced(config: Qwen3Config, dtype: torch.dtype) -> DeviceMap:

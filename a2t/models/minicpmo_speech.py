@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import DynamicCache, LlamaConfig, LlamaModel
 
-from a2t.models.checkpoint import Checkpoint
+from a2t.models.checkpoint import Checkpoint, whole
 
 PREFIX = "tts."
 UNUSED = frozenset({"model.embed_tokens.weight"})  # present in checkpoints; text has its own table here
@@ -26,6 +26,7 @@ SIZES = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "num_key_value_heads",
     "max_position_embeddings",
 )  # fmt: skip
+TABLES = ("llm_dim", "num_audio_tokens", "num_text_tokens")
 SUPPORTED = {
     "backbone_model": "llama", "condition_type": "hidden_text_merge", "projector_type": "mlp", "num_vq": 1,
     "attention_type": "full_attention",
@@ -146,7 +147,7 @@ class SpeechTokenStream:
         m = self.decoder.modules
         positions_N = torch.arange(self.position, self.position + len(x_ND), device=x_ND.device)
         h_ND = m.model(
-            inputs_embeds=x_ND[None], position_ids=positions_N[None], past_key_values=self.cache, use_cache=True
+            inputs_embeds=x_ND[None], position_ids=positions_N[None], cache=self.cache, use_cache=True
         ).last_hidden_state[0]
         self.position += len(x_ND)
         return m.head_code[0](h_ND[-1]).float()
@@ -172,20 +173,33 @@ def load_speech_tokens(
     path: str | Path | Checkpoint, dtype: torch.dtype | None = None, device: str | torch.device = "cpu"
 ) -> SpeechTokens:
     """The decoder in a checkpoint.  ValueError naming what is missing or not supported."""
-    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path)
-    values = checkpoint.config.get("tts_config")
-    if not isinstance(values, dict):
-        raise ValueError(f"{checkpoint.folder}/config.json has no tts_config: this checkpoint has no voice")
-    for name, wanted in SUPPORTED.items():
-        if values.get(name, wanted) != wanted:
-            raise ValueError(f"tts_config's {name} is {values[name]!r}; only {wanted!r} is supported")
-    llama = LlamaConfig(**{name: values[name] for name in SIZES}, vocab_size=1, bos_token_id=None, eos_token_id=None)
+    checkpoint = path if isinstance(path, Checkpoint) else Checkpoint.open(path, [PREFIX])
     with torch.device("meta"):
-        modules = _Modules(values, llama)
+        modules = modules_of(checkpoint)
     checkpoint.load_into(modules, PREFIX, dtype, device, unused=UNUSED)
     rotary = type(modules.model.rotary_emb)
-    modules.model.rotary_emb = rotary(llama).to(device)
-    return SpeechTokens(modules, values)
+    modules.model.rotary_emb = rotary(modules.model.config).to(device)
+    return SpeechTokens(modules, checkpoint.config["tts_config"])
+
+
+def modules_of(checkpoint: Checkpoint) -> _Modules:
+    """The modules that config.json describes, without their weights.  ValueError naming what is missing or not
+    supported."""
+    values, where = checkpoint.config.get("tts_config"), f"{checkpoint.where}, tts_config"
+    if not isinstance(values, dict):
+        raise ValueError(f"{checkpoint.where} has no tts_config: this checkpoint has no voice")
+    for name, wanted in SUPPORTED.items():
+        if values.get(name, wanted) != wanted:
+            raise ValueError(f"{where}: {name} is {values[name]!r}; only {wanted!r} is supported")
+    sizes = {name: whole(values, name, where) for name in (*SIZES, *TABLES)}
+    width, heads, kv_heads = (sizes[n] for n in ("hidden_size", "num_attention_heads", "num_key_value_heads"))
+    if width % heads or heads % kv_heads:
+        raise ValueError(f"{where}: hidden_size {width}, {heads} attention heads and {kv_heads} for keys do not divide")
+    begin = values.get("audio_bos_token_id")
+    if not isinstance(begin, int) or not 0 <= begin < sizes["num_text_tokens"]:
+        raise ValueError(f"{where}: audio_bos_token_id is {begin!r}, no token below {sizes['num_text_tokens']}")
+    llama = LlamaConfig(**{name: sizes[name] for name in SIZES}, vocab_size=1, bos_token_id=None, eos_token_id=None)
+    return _Modules(values, llama)
 
 
 class Token2Wav(Protocol):
@@ -194,7 +208,7 @@ class Token2Wav(Protocol):
     stream_cache: Any
     hift_cache_dict: Any
 
-    def set_stream_cache(self, prompt_wav: str) -> Any: ...
+    def set_stream_cache(self, prompt_wav: str) -> tuple[Any, Any]: ...
 
     def stream(self, generated_speech_tokens: list[int], prompt_wav: str | None, last_chunk: bool) -> bytes: ...
 
@@ -210,11 +224,20 @@ def load_token2wav(folder: str | Path) -> Token2Wav:
         from stepaudio2 import Token2wav
     except ImportError as error:
         raise ValueError(
-            f"MiniCPM-o's voice needs the package minicpmo-utils ({error}): pip install --no-deps minicpmo-utils, and "
-            "pip install torchaudio onnxruntime onnx hyperpyyaml einops librosa (its own extra asks for an older "
-            "transformers); or go without sound"
+            f"MiniCPM-o's voice needs the package minicpmo-utils ({error}): pip install 'a2t[voice]', in an "
+            "environment that was not made with constraints.txt; or go without sound"
         ) from error
-    return Token2wav(str(folder))
+    if not torch.cuda.is_available():
+        raise ValueError(
+            "MiniCPM-o's voice (Token2Wav) runs on a CUDA device only, and there is none; go without sound"
+        )
+    try:
+        return Token2wav(str(folder))
+    except FileNotFoundError as error:
+        raise ValueError(
+            f"{folder} lacks a file that the installed minicpmo-utils asks for ({error}): releases from 1.0.7 on read "
+            "another vocoder's files than those before, so install the other kind, as with minicpmo-utils==1.0.4"
+        ) from error
 
 
 class MiniCPMOSpeech:
@@ -227,8 +250,8 @@ class MiniCPMOSpeech:
         self, tokens: SpeechTokens, vocoder: Token2Wav, prompt_wav: str | Path, settings: SpeechSettings | None = None
     ):
         self.tokens, self.vocoder, self.prompt_wav, self.settings = tokens, vocoder, str(prompt_wav), settings
-        vocoder.set_stream_cache(self.prompt_wav)
-        self._fresh = _cloned((vocoder.stream_cache, vocoder.hift_cache_dict))
+        # Releases of the package differ: all return the new state, and only the latest also keep it themselves.
+        self._fresh = _cloned(vocoder.set_stream_cache(self.prompt_wav))
 
     def open(self) -> MiniCPMOSpeechStream:
         return MiniCPMOSpeechStream(self)
@@ -276,7 +299,8 @@ class MiniCPMOSpeechStream:
         vocoder = self.voice.vocoder
         vocoder.stream_cache, vocoder.hift_cache_dict = self._state
         pcm = vocoder.stream(tokens, self.voice.prompt_wav, last_chunk=last)
-        self._state = vocoder.stream_cache, vocoder.hift_cache_dict
+        # Copied: parts of it are buffers of the vocoder, which the next call writes into, whoever makes it.
+        self._state = _cloned((vocoder.stream_cache, vocoder.hift_cache_dict))
         return np.frombuffer(pcm, "<i2").astype(np.float32) / 32768
 
 

@@ -10,16 +10,17 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from a2t.audio.conv_encoder import Adaptor, ConvEncoder, EncoderConfig, StreamingConvEncoder
 from a2t.kv.cache import PackedBatch
+from a2t.models.checkpoint import Checkpoint, read_tokenizer
 from a2t.models.language import Qwen3OverArena
 
 EMBEDDED = Path(__file__).parent / "embedded"
@@ -126,12 +127,18 @@ class TinyModules(nn.Module):
 class TinyDuplex:
     """DuplexModel (a2t.models.base)."""
 
+    decoding: ClassVar[dict[str, Any]] = {}  # the defaults are its rules
+
     def __init__(self, modules: TinyModules, tokenizer: WordTokenizer, name: str = "a2t-embedded"):
         self.name, self.tokenizer, self.modules = name, tokenizer, modules.eval()
         self.default_prompt = modules.config.prompt
         self.language = Qwen3OverArena(modules.llm)
         self.shape = self.language.shape
         self.encoder = StreamingConvEncoder(modules.encoder.float(), modules.adaptor.float(), self.shape.dtype)
+
+    @property
+    def lm(self) -> Any:
+        return self.modules.llm
 
     @property
     def inv_freq(self) -> Tensor:
@@ -159,23 +166,33 @@ def save_modules(modules: TinyModules, tokenizer: WordTokenizer, folder: Path, p
 
 
 def load_modules(folder: Path | None = None, dtype: torch.dtype = torch.float32) -> tuple[TinyModules, WordTokenizer]:
-    """Raises ValueError naming what is missing or does not fit."""
-    folder = EMBEDDED if folder is None else folder
-    for name in ("config.json", "tokenizer.json", "model.safetensors"):
-        if not (folder / name).is_file():
-            raise ValueError(
-                f"{folder} has no {name}: a folder of the embedded model is expected "
-                "(python -m jobs.pretrain_tiny makes one)"
-            )
-    values = json.loads((folder / "config.json").read_text())
+    """Raises ValueError naming what is missing, damaged or does not fit."""
+    checkpoint = Checkpoint.open(EMBEDDED if folder is None else folder)
+    folder, values = checkpoint.folder, checkpoint.config
     if values.get("model_type") != MODEL_TYPE:
-        raise ValueError(f"{folder}/config.json is of model type {values.get('model_type')!r}, not {MODEL_TYPE!r}")
-    modules = TinyModules(TinyConfig.from_json(values)).to(dtype)
-    tensors = load_file(folder / "model.safetensors")
-    missing, unexpected = modules.load_state_dict(tensors, strict=False)
-    if missing or unexpected:
-        raise ValueError(f"{folder}/model.safetensors lacks {missing[:3]} and has unknown {unexpected[:3]}")
-    return modules, WordTokenizer(Tokenizer.from_file(str(folder / "tokenizer.json")))
+        raise ValueError(f"{checkpoint.where} is of model type {values.get('model_type')!r}, not {MODEL_TYPE!r}")
+    tokenizer = read_tokenizer(folder)
+    modules = modules_of(checkpoint).to(dtype)
+    checkpoint.require(modules, "", dtype=dtype)
+    tensors = dict(checkpoint.tensors(checkpoint.names()))
+    for name, tensor in tensors.items():
+        checkpoint.check_finite(name, tensor)
+    modules.load_state_dict(tensors)
+    words = WordTokenizer(tokenizer)
+    if words.size > modules.config.vocab:
+        raise ValueError(
+            f"{folder}/tokenizer.json has {words.size} words where config.json's vocab is {modules.config.vocab}"
+        )
+    return modules, words
+
+
+def modules_of(checkpoint: Checkpoint) -> TinyModules:
+    """The modules that config.json describes, without their weights. ValueError if it describes none."""
+    try:
+        return TinyModules(TinyConfig.from_json(checkpoint.config))
+    except (TypeError, KeyError, ValueError, AttributeError, ZeroDivisionError, RuntimeError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{checkpoint.where} gives no sizes of a model ({type(error).__name__}: {reason})") from error
 
 
 def load_tiny(

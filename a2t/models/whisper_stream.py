@@ -15,10 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, WhisperConfig
+from transformers.activations import ACT2FN
 from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
 from a2t.audio import mel
 from a2t.audio.mel import StreamingMel
+from a2t.models.checkpoint import whole
 
 NAME = "a2t_whisper"
 FRAMES = mel.UNIT_FRAMES // 2  # the second convolution halves the rate
@@ -111,10 +113,8 @@ class StreamingWhisper:
 
     def __init__(self, encoder: WhisperEncoder, projection: Projection, pool: int) -> None:
         config = encoder.config
-        if FRAMES % pool:
-            raise ValueError(f"audio_pool_step is {pool}: it must divide the {FRAMES} frames of a unit")
-        if config.max_source_positions <= FRAMES:
-            raise ValueError(f"max_source_positions is {config.max_source_positions}: a unit alone takes {FRAMES}")
+        assert FRAMES % pool == 0, (FRAMES, pool)
+        assert config.max_source_positions > FRAMES, config.max_source_positions
         self.encoder, self.projection, self.pool = encoder.eval(), projection.eval(), pool
         self.embeddings_per_unit = FRAMES // pool
         self.mels: int = config.num_mel_bins
@@ -184,13 +184,32 @@ class StreamingWhisper:
         return out_NFD
 
 
-def whisper_config(values: dict[str, Any]) -> WhisperConfig:
-    """`audio_config` of a checkpoint as transformers' own; what decides sizes and arithmetic, nothing else."""
-    names = (
-        "num_mel_bins", "d_model", "encoder_layers", "encoder_attention_heads", "encoder_ffn_dim",
-        "max_source_positions", "activation_function",
-    )  # fmt: skip
-    missing = [name for name in names[:6] if name not in values]
-    if missing:
-        raise ValueError(f"config.json's audio_config lacks {missing[0]}: it is not a MiniCPM-o checkpoint's")
-    return WhisperConfig(**{name: values[name] for name in names if name in values}, attn_implementation=NAME)
+def whisper_config(values: dict[str, Any], where: str) -> WhisperConfig:
+    """`audio_config` of a checkpoint as transformers' own; what decides sizes and arithmetic, nothing else.  `where` it
+    stands is for messages: ValueError naming the setting that is missing or no size."""
+    sizes = {
+        name: whole(values, name, where)
+        for name in (
+            "num_mel_bins", "d_model", "encoder_layers", "encoder_attention_heads", "encoder_ffn_dim",
+            "max_source_positions",
+        )
+    }  # fmt: skip
+    width, heads = sizes["d_model"], sizes["encoder_attention_heads"]
+    if width % heads:
+        raise ValueError(f"{where}: d_model {width} is no multiple of encoder_attention_heads {heads}")
+    limit = sizes["max_source_positions"]
+    if limit <= FRAMES:
+        raise ValueError(f"{where}: max_source_positions is {limit}: a unit alone takes {FRAMES}")
+    return WhisperConfig(
+        **sizes,
+        activation_function=activation(values, "activation_function", where, "gelu"),
+        attn_implementation=NAME,
+    )
+
+
+def activation(values: dict[str, Any], name: str, where: str, usual: str) -> str:
+    """Setting `name`, an activation that transformers knows."""
+    value = values.get(name) or usual
+    if not isinstance(value, str) or value not in ACT2FN:
+        raise ValueError(f"{where}: {name} is {value!r}, which is no activation that transformers knows")
+    return value

@@ -141,7 +141,7 @@ def test_a_missing_or_damaged_file_is_named(folder: Path, name: str, text: str |
 
 
 def test_a_place_that_is_no_folder_is_named(tmp_path: Path, folder: Path) -> None:
-    damaged(tmp_path / "nowhere", "there is no folder")
+    damaged(tmp_path / "nowhere", "there is no such folder")
     damaged(folder / "config.json", "is a file")
 
 

@@ -69,26 +69,35 @@ def test_what_does_not_fit_is_said(tmp_path: Path) -> None:
 
 def test_without_its_package_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "stepaudio2", None)  # what an absent package looks like to `import`
-    with pytest.raises(ValueError, match="pip install --no-deps minicpmo-utils"):
+    with pytest.raises(ValueError, match="pip install .a2t.voice.."):
         load_token2wav("anywhere")
 
 
 class Recorder:
     """Stands where Token2Wav stands and holds it to its contract: one stream's state at a time, 28 tokens a call until
-    the last; a token becomes 960 samples of its own value, so that every sample says where it came from."""
+    the last; a token becomes 960 samples of its own value, so that every sample says where it came from.
+
+    Like the package (1.0.0 to 1.0.6 read for it) it returns a stream's first state without keeping it, and what it
+    leaves in `stream_cache` is a view of a buffer that every call writes into.
+    """
+
+    stream_cache: Any
+    hift_cache_dict: Any
 
     def __init__(self) -> None:
-        self.stream_cache: Any = None
-        self.hift_cache_dict: Any = None
+        self.buffer = torch.zeros(64)
 
-    def set_stream_cache(self, prompt_wav: str) -> None:
-        self.stream_cache, self.hift_cache_dict = torch.zeros(0), {"first": torch.ones(1)}
+    def set_stream_cache(self, prompt_wav: str) -> tuple[Any, Any]:
+        return {"last": self.buffer[:0]}, {"first": torch.ones(1)}
 
     def stream(self, tokens: list[int], prompt_wav: str | None, last_chunk: bool) -> bytes:
-        seen = self.stream_cache.tolist()
+        seen = self.stream_cache["last"].tolist()
+        assert self.hift_cache_dict["first"] == (not seen), "the vocoder begins anew with each turn"
         assert not seen or tokens[:3] == seen[-3:], "the lookahead of one call begins the next"
         assert last_chunk or len(tokens) == 28
-        self.stream_cache = torch.tensor([float(t) for t in tokens])
+        self.buffer[: len(tokens)] = torch.tensor([float(t) for t in tokens])
+        self.stream_cache = {"last": self.buffer[: len(tokens)]}
+        self.hift_cache_dict["first"].zero_()
         spoken = tokens if last_chunk else tokens[:-3]
         return np.repeat(np.array(spoken, "<i2"), 960).tobytes()
 

@@ -20,7 +20,7 @@ def encoder(limit: int = 220, dtype: torch.dtype = torch.float64) -> StreamingWh
         "encoder_ffn_dim": 64,
     }
     torch.manual_seed(0)
-    whisper = WhisperEncoder(whisper_config({**sizes, "max_source_positions": limit})).to(dtype)
+    whisper = WhisperEncoder(whisper_config({**sizes, "max_source_positions": limit}, "config")).to(dtype)
     for p in whisper.parameters():
         p.data += 0.05 * torch.randn_like(p)
     return StreamingWhisper(whisper, Projection(32, 24).to(dtype), pool=5)
