@@ -10,6 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,29 @@ import yaml
 from a2t.distill.config import PRESETS, DistillConfig, with_overrides
 
 EMBEDDED = "embedded"
+
+
+@dataclass(frozen=True)
+class Workers:
+    """How few and how many."""
+
+    least: int
+    most: int
+
+    @classmethod
+    def parse(cls, text: str) -> Workers:
+        least, _, most = str(text).partition(":")
+        try:
+            found = cls(int(least), int(most or least))
+        except ValueError:
+            found = cls(-1, -1)
+        if found.least < 0 or found.most < found.least or (found.most > found.least and not found.least):
+            raise argparse.ArgumentTypeError(f"{text!r} is neither a number of workers nor MIN:MAX of at least 1")
+        return found
+
+    @property
+    def asked(self) -> int | tuple[int, int]:
+        return self.least if self.least == self.most else (self.least, self.most)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +62,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="changes one setting, e.g. epochs=2 or eviction.high=2000 (a2t/distill/config.py lists them)",
     )
-    parser.add_argument("--workers", type=int, default=2, help="Ray Train workers; 0 runs in this process")
+    parser.add_argument(
+        "--workers",
+        type=Workers.parse,
+        default=Workers(2, 2),
+        metavar="N or MIN:MAX",
+        help="Ray Train workers, or how few and how many as nodes come and go; 0 runs in this process",
+    )
     parser.add_argument("--gpu", action="store_true", help="one GPU a worker (default: CPU, gloo)")
     parser.add_argument("--threads", type=int, default=1, help="threads a CPU worker computes with")
 
@@ -53,13 +83,15 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None, required:
         for pair in args.settings:
             _put(changes, pair)
         args.preset = args.preset or ("embedded" if args.model == EMBEDDED else "paper")
+        if args.gpu:
+            changes = {"autocast": "bfloat16", "gradient_checkpointing": True} | changes
         args.settings = with_overrides(PRESETS[args.preset], changes)
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, argparse.ArgumentTypeError, yaml.YAMLError) as error:
         parser.error(str(error))
     if missing := [name for name in required if getattr(args, name) is None]:
         parser.error("the job needs " + ", ".join("--" + name.replace("_", "-") for name in missing))
-    if args.workers < 0 or args.threads < 1:
-        parser.error("--workers is at least 0, --threads at least 1")
+    if args.threads < 1:
+        parser.error("--threads is at least 1")
     return args
 
 
@@ -73,7 +105,9 @@ def _apply_yaml(
     known = {a.dest for a in parser._actions} - {"help", "config"}
     if unknown := [k for k in values if k.replace("-", "_") not in known]:
         raise ValueError(f"{args.config}: there is no option {', '.join(map(repr, unknown))}")
-    parser.set_defaults(**{k.replace("-", "_"): v for k, v in values.items()})
+    values = {k.replace("-", "_"): v for k, v in values.items()}
+    types = {a.dest: a.type for a in parser._actions if callable(a.type)}
+    parser.set_defaults(**{k: types[k](v) if k in types and v is not None else v for k, v in values.items()})
     given = parser.parse_args(argv)  # the command line wins
     vars(args).update(vars(given))
     if not isinstance(settings, dict):
@@ -99,7 +133,12 @@ def config_of(values: dict[str, Any]) -> DistillConfig:
 def plain(args: argparse.Namespace) -> dict[str, Any]:
     """Options as JSON values, for workers."""
     out = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
-    return {**out, "settings": dataclasses.asdict(args.settings), "terminal": sys.stderr.isatty()}
+    return {
+        **out,
+        "workers": args.workers.most,
+        "settings": dataclasses.asdict(args.settings),
+        "terminal": sys.stderr.isatty(),
+    }
 
 
 class Lines:
@@ -131,25 +170,32 @@ def progress_bar(job: dict[str, Any], total: int, desc: str, position: int = 0) 
     return tqdm_ray.tqdm(total=total, desc=desc, position=position)
 
 
-def load_base(model: str, gpu: bool) -> tuple[Any, Any]:
-    """The frozen duplex model and its language model (a stock Qwen3ForCausalLM), with rows for the side channel.
+def load_base(model: str, gpu: bool, adapter: Path | None = None) -> tuple[Any, Any]:
+    """The frozen duplex model and its language model (a stock Qwen3ForCausalLM), with rows for the side channel; or
+    the same with an adapter, to be streamed.
 
     Raises ValueError if the folder holds neither form.
     """
     import torch
 
+    from a2t.models.scope import adapted
+
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
     folder = None if model == EMBEDDED else Path(model)
     if folder is None or _model_type(folder) == "a2t-embedded":
-        from a2t.models.tiny import load_tiny
+        from a2t.models.tiny import TinyDuplex, load_modules
 
         if gpu:
             raise ValueError("the embedded model trains on the CPU: leave --gpu out")
-        tiny = load_tiny(folder)
-        return tiny, tiny.modules.llm
+        modules, tokenizer = load_modules(folder)
+        if adapter is not None:
+            return adapted(TinyDuplex(modules, tokenizer), modules.llm, adapter), None
+        return TinyDuplex(modules, tokenizer), modules.llm
     from a2t.models.minicpmo import load_minicpmo
 
     loaded = load_minicpmo(folder, device=device, side_channel=True)
+    if adapter is not None:
+        return adapted(loaded, loaded.lm, adapter), None
     return loaded, loaded.lm
 
 
@@ -160,11 +206,17 @@ def _model_type(folder: Path) -> str:
     return str(json.loads(config.read_text()).get("model_type"))
 
 
+WAIT_S = 6 * 3600
+"""How long workers wait for one another: one may have an hour more to record than another."""
+MAX_FAILURES = 8
+"""How often a run is begun again after a worker or node was lost; its work is on disk."""
+
+
 def fit(work: Callable[[dict[str, Any]], None], args: argparse.Namespace, name: str, storage: str) -> bool:
     """Runs `work` on Ray Train workers: on the cluster that RAY_ADDRESS names, else on one of this machine alone.
 
-    Workers that die are started again, three times at most, and go on from what is on disk.  Returns whether it went
-    through; what stopped it is printed.
+    Workers that die are started again, and go on from what is on disk.  Returns whether it went through; what stopped
+    it is printed.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # it shows every line of a worker twice
@@ -172,27 +224,28 @@ def fit(work: Callable[[dict[str, Any]], None], args: argparse.Namespace, name: 
     if alone:
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # nobody else can reach a cluster of one process tree
     import ray
-    from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
     from ray.train.v2.api.exceptions import TrainingFailedError, WorkerGroupError
 
-    if args.workers and not ray.is_initialized():
+    if args.workers.most and not ray.is_initialized():
         threads = {"OMP_NUM_THREADS": str(args.threads), "TOKENIZERS_PARALLELISM": "false"}
         options: dict[str, Any] = {"runtime_env": {"env_vars": threads}}
         if alone:
-            cpus = max(os.cpu_count() or 1, args.workers)
+            cpus = max(os.cpu_count() or 1, args.workers.most)
             options |= {"address": "local", "num_cpus": cpus, "include_dashboard": False}
-        ray.init(**options)
+        context = ray.init(**options)
+        if context.dashboard_url:
+            print(f"{name}: dashboard at http://{context.dashboard_url}")
     trainer = TorchTrainer(
         work,
         train_loop_config=plain(args),
-        torch_config=TorchConfig(backend="nccl" if args.gpu else "gloo"),
-        scaling_config=ScalingConfig(num_workers=args.workers, use_gpu=args.gpu),
+        torch_config=TorchConfig(backend="nccl" if args.gpu else "gloo", timeout_s=WAIT_S),
+        scaling_config=ScalingConfig(num_workers=args.workers.asked, use_gpu=args.gpu),
         run_config=RunConfig(
             name=name,
-            storage_path=storage if "://" in storage else str(Path(storage).resolve()),
-            failure_config=FailureConfig(max_failures=3),
-            checkpoint_config=CheckpointConfig(num_to_keep=2),
+            storage_path=storage,
+            failure_config=FailureConfig(max_failures=MAX_FAILURES),
         ),
     )
     try:

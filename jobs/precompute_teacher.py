@@ -14,33 +14,36 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
+from a2t.distill.place import Place, absolute
+from a2t.distill.recorded import parts_of, report_of
+from a2t.distill.recording import Report
 from jobs._training import add_arguments, config_of, fit, load_base, parse, progress_bar
 
 
 def work(job: dict[str, Any]) -> None:
     """One worker: its share of the parts to record, then its share of the shards to store."""
     import torch
-    import torch.distributed as dist
     from ray import train
 
     from a2t.data.manifest import Manifest
     from a2t.distill.corpus import Joined
+    from a2t.distill.optimizer import sum_over_workers, world
+    from a2t.distill.place import Place
     from a2t.distill.recorded import RecordPlan
     from a2t.distill.teacher import StorePlan, model_hash, write_store
     from a2t.duplex.protocol import SpecialTokens
 
     torch.set_num_threads(job["threads"])
-    rank, workers = train.get_context().get_world_rank(), train.get_context().get_world_size()
+    rank, workers = world()
 
     def together() -> None:
-        if workers > 1:
-            dist.barrier()
+        sum_over_workers([0.0])
 
     config = config_of(job["settings"])
-    out = Path(job["out"])
+    out = Place(job["out"])
     model, language = load_base(job["model"], job["gpu"])
     tokens = SpecialTokens.from_lookup(model.tokenizer.token_id)
     named = model_hash(language, tokens)
@@ -69,7 +72,7 @@ def work(job: dict[str, Any]) -> None:
     bar.close()
     together()
     if rank == 0:
-        source = {"manifest": Path(job["manifest"]).name, "split": job["split"], "native": job["native"]}
+        source = {"manifest": PurePath(job["manifest"]).name, "split": job["split"], "native": job["native"]}
         store.finish(vocab=model.shape.vocab, **source)
     train.report({"done": 1})
 
@@ -81,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_arguments(parser)
-    parser.add_argument("--manifest", type=Path, help="JSON lines: audio, words with times (a2t/data/manifest.py)")
+    parser.add_argument("--manifest", help="audio, words with times (a2t/data/manifest.py): a path or URI")
     parser.add_argument("--split", help="only rows of this split")
     parser.add_argument(
         "--native",
@@ -93,25 +96,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--part-rows", type=int, default=256, help="rows recorded between two points to go on from")
     parser.add_argument("--shard-examples", type=int, default=64, help="streams stored between two such points")
     args = parse(parser, argv, required=["manifest", "out"])
-    if not args.manifest.is_file():
-        parser.error(f"{args.manifest}: there is no such manifest")
-    args.manifest, args.out = args.manifest.resolve(), str(Path(args.out).resolve())
-    if not fit(work, args, name="precompute_teacher", storage=str(Path(args.out) / "ray")):
+    try:
+        args.manifest, args.out = absolute(args.manifest), absolute(args.out)
+        if not Place(args.manifest).is_file():
+            raise ValueError(f"{args.manifest}: there is no such manifest")
+    except ValueError as error:
+        parser.error(str(error))
+    print("precompute_teacher: the same command goes on where this one stopped", flush=True)
+    if not fit(work, args, name="precompute_teacher", storage=f"{args.out}/ray"):
         return 1
-    summary(Path(args.out))
+    summary(Place(args.out))
     return 0
 
 
-def summary(out: Path) -> None:
-    """What is in the store, beside the other ways to keep what a teacher said."""
-    from a2t.distill.recording import Report
+TOP_K = 128
+"""Of how many tokens the usual truncated store keeps the probability: 4 bytes of id and 2 of value each."""
 
-    reports = [json.loads(p.read_text()) for p in sorted((out / "corpus").glob("part-*/report.json"))]
-    print(f"corpus: {sum((Report(**r) for r in reports), Report())}")
-    manifest = json.loads((out / "teacher" / "manifest.json").read_text())
+
+def summary(out: Place) -> None:
+    """What is in the store, beside the other ways to keep what a teacher said."""
+    reports = [report_of(part) for part in parts_of(out / "corpus")]
+    print(f"corpus: {sum(reports, Report())}")
+    manifest = json.loads((out / "teacher" / "manifest.json").text())
     events, size, width = manifest["events"], manifest["bytes"], manifest["provenance"]["vocab"]
-    print(f"teacher: {events} native events in {size / 2**20:.1f} MiB, {size / events:.0f} bytes an event")
-    print(f"  full distributions in bfloat16 would take {2 * width} bytes an event, the best 128 of each {128 * 6}")
+    print(f"teacher: {events} native events in {size / 2**20:.1f} MiB, {size / events:.0f} bytes an event, exact")
+    print(
+        f"  full distributions in bfloat16 would take {2 * width} bytes an event, the best {TOP_K} of each {TOP_K * 6}"
+    )
 
 
 if __name__ == "__main__":

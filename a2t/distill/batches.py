@@ -12,9 +12,10 @@ from torch import Tensor
 
 from a2t.distill.config import DistillConfig
 from a2t.distill.losses import Counts
-from a2t.distill.packing import Packing
+from a2t.distill.packing import Packing, View
 from a2t.distill.sequences import Pair, join_id
 from a2t.duplex.protocol import AUDIO_ID, Layout
+from a2t.models.scope import SIDE
 
 
 @dataclass(frozen=True)
@@ -25,14 +26,15 @@ class Sequences:
     positions_T: Tensor
     audio_at_A: Tensor
     audio_AD: Tensor
+    segment_T: Tensor  # whether a position is the side channel's
     packing: Packing
     starts: tuple[int, ...]  # of each sequence in the row
 
     @classmethod
     def of(
-        cls, layouts: Sequence[Layout], audio: Sequence[Tensor], hidden: Sequence[Sequence[int] | None] | None = None
+        cls, layouts: Sequence[Layout], audio: Sequence[Tensor], views: Sequence[View | None] | None = None
     ) -> Sequences:
-        """`audio[i]` [units * audio_per_unit, D] of layout i; `hidden[i]` as in `Packing.of`."""
+        """`audio[i]` [units * audio_per_unit, D] of layout i; `views` as in `Packing.of`."""
         lengths = [len(x) for x in layouts]
         ids_T = torch.tensor([i for x in layouts for i in x.ids])
         is_audio_T = ids_T == AUDIO_ID
@@ -42,7 +44,8 @@ class Sequences:
             torch.cat([torch.arange(n) for n in lengths]),
             is_audio_T.nonzero()[:, 0],
             torch.cat([torch.as_tensor(a) for a in audio]),  # audio embeddings are fed in order
-            Packing.of(lengths, hidden),
+            torch.tensor([kind in SIDE for x in layouts for kind in x.kinds]),
+            Packing.of(lengths, views),
             tuple(starts),
         )
 
@@ -82,11 +85,11 @@ def _moved(batch: T, device: torch.device) -> T:
 
 def collate(
     pairs: Sequence[Pair],
-    hidden: Sequence[Sequence[int] | None] | None = None,
+    views: Sequence[View | None] | None = None,
     teacher: Sequence[Tensor] | None = None,
 ) -> Batch:
-    """`hidden[i]`: simulated evictions of pair i; `teacher[i]`: its stored hidden states [events, D]."""
-    student = Sequences.of([p.student for p in pairs], [p.example.audio_AD for p in pairs], hidden)
+    """`views[i]`: what pair i's student sees; `teacher[i]`: its stored hidden states [events, D]."""
+    student = Sequences.of([p.student for p in pairs], [p.example.audio_AD for p in pairs], views)
     at, tokens, groups, target_at, target_tokens, teacher_at = [], [], [], [], [], []
     teacher_start = 0
     for p, start in zip(pairs, student.starts, strict=True):

@@ -58,7 +58,7 @@ class DistillConfig:
     rows_rate: float = 3.0  # the two token rows learn this many times faster
     global_batch: int = 16  # sequences an optimizer step, over all workers
     step_units: int | None = None  # if set, a step takes sequences until they hold this many units instead
-    micro_positions: int = 4096  # positions a forward; a longer sequence runs alone
+    micro_positions: int = 2048  # positions a forward; a longer sequence runs alone
     warmup: float = 0.03  # share of all steps
     max_steps: int | None = None  # fewer steps than the epochs have; the schedule ends there
     final_rate: float = 0.0  # the cosine ends at this share of `learning_rate`
@@ -72,9 +72,11 @@ class DistillConfig:
     weights: LossWeights = LossWeights()
     lora: LoraSettings = LoraSettings()
     eviction: EvictionSettings = EvictionSettings()
+    scope: str = "everywhere"  # where LoRA acts: there, or on the "segment" alone (a2t.models.scope)
+    hide_transcript: bool = False  # native positions do not see a transcript while its audio is resident
     autocast: str | None = None  # "bfloat16" on accelerators; None computes in the model's dtype
     gradient_checkpointing: bool = False
-    logit_rows: int = 2048  # rows of vocabulary-wide logits that exist at once
+    logit_rows: int = 256  # rows of vocabulary-wide logits that exist at once
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -88,6 +90,7 @@ class DistillConfig:
             "join_units": self.join_units >= 0,
             "join_share": 0 <= self.join_share <= 1,
             "logit_rows": self.logit_rows >= 1,
+            "scope": self.scope in ("everywhere", "segment"),
             "autocast": self.autocast in (None, "bfloat16"),
             "step_units": self.step_units is None or self.step_units >= 1,
         }
@@ -98,7 +101,7 @@ class DistillConfig:
 
 PRESETS: dict[str, DistillConfig] = {
     # The paper's recipe, alone on short utterances.
-    "paper": DistillConfig(),
+    "paper": DistillConfig(max_seconds=None),
     # The embedded model: far fewer parameters, so a higher rate; utterances that one speaker said one after another,
     # laid end to end, because short ones alone do not teach it to read its own text minutes later.
     "embedded": DistillConfig(

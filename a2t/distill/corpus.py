@@ -23,6 +23,7 @@ from torch import Tensor
 
 from a2t.distill.batches import plan_joins
 from a2t.distill.config import DistillConfig
+from a2t.distill.place import Place
 from a2t.distill.sequences import Example, join, join_id
 
 SHARD_BYTES = 256 * 2**20
@@ -102,12 +103,12 @@ class CachedCorpus:
     Raises ValueError naming the file where something is missing or broken.
     """
 
-    def __init__(self, folder: str | Path):
-        self.folder = Path(folder)
+    def __init__(self, folder: str | Path | Place):
+        self.folder = Place(folder)
         if not (self.folder / "corpus.json").is_file():
             raise ValueError(f"{self.folder} has no corpus.json: it is no cached corpus, or one that was not finished")
-        self.meta: dict[str, Any] = json.loads((self.folder / "corpus.json").read_text())
-        lines = (self.folder / "examples.jsonl").read_text(encoding="utf-8").splitlines()
+        self.meta: dict[str, Any] = json.loads((self.folder / "corpus.json").text())
+        lines = (self.folder / "examples.jsonl").text().splitlines()
         if len(lines) != self.meta["examples"]:
             raise ValueError(f"{self.folder}/examples.jsonl has {len(lines)} lines, not {self.meta['examples']}")
         self._lines = [json.loads(line) for line in lines]
@@ -131,7 +132,7 @@ class CachedCorpus:
             path = self.folder / _shard_name(shard)
             if not path.is_file():
                 raise ValueError(f"{path} is missing")
-            self._open[shard] = safe_open(path, "pt").get_slice("audio_AD")
+            self._open[shard] = safe_open(path.local(), "pt").get_slice("audio_AD")
         return self._open[shard]
 
     @staticmethod

@@ -37,6 +37,22 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class View:
+    """What the positions of one sequence see: key k is seen by query q iff k <= q < gone[k], and, where `shown` is
+    given, shown[k] <= q unless q is `free` or k itself."""
+
+    gone: Sequence[int]
+    shown: Sequence[int] | None = None
+    free: Sequence[bool] = ()
+
+    @property
+    def first_hidden(self) -> int:
+        """Before it a query sees all before itself."""
+        late = next((k for k, shown in enumerate(self.shown or ()) if shown), len(self.gone))
+        return min(*self.gone, late, len(self.gone))
+
+
+@dataclass(frozen=True)
 class Packing:
     """The pieces cover the row in order. `keys_K`: the positions of all pieces' keys, one piece after another; None
     where every piece's keys are its queries, so that nothing needs gathering."""
@@ -45,13 +61,13 @@ class Packing:
     keys_K: Tensor | None
 
     @classmethod
-    def of(cls, lengths: Sequence[int], hidden: Sequence[Sequence[int] | None] | None = None) -> Packing:
-        """`hidden[i]`: `sequences.hidden_from` of sequence i, None where nothing is evicted."""
+    def of(cls, lengths: Sequence[int], views: Sequence[View | None] | None = None) -> Packing:
+        """`views[i]`: what positions of sequence i see, None where they see all before them."""
         pieces: list[Piece] = []
         keys: list[Tensor] = []
         start = 0
         for i, length in enumerate(lengths):
-            for piece, keys_n in _pieces(length, None if hidden is None else hidden[i]):
+            for piece, keys_n in _pieces(length, None if views is None else views[i]):
                 pieces.append(piece)
                 keys.append(start + keys_n)
             start += length
@@ -63,20 +79,22 @@ class Packing:
         return Packing(tuple(pieces), None if self.keys_K is None else self.keys_K.to(device))
 
 
-def _pieces(length: int, hidden: Sequence[int] | None) -> Iterator[tuple[Piece, Tensor]]:
+def _pieces(length: int, view: View | None) -> Iterator[tuple[Piece, Tensor]]:
     """One sequence: causal until something has been hidden, then blocks over what any of their queries sees."""
-    first = length if hidden is None else min([*hidden, length])
+    first = length if view is None else view.first_hidden
     keys_T = torch.arange(length)
     if first:
         yield Piece(first, first), keys_T[:first]
-    if hidden is None or first == length:
+    if view is None or first == length:
         return
-    gone_T = torch.tensor(hidden)
+    gone_T, shown_T, free_T = torch.tensor(view.gone), torch.tensor(view.shown or ()), torch.tensor(view.free)
     for begin in range(first, length, BLOCK):
         end = min(begin + BLOCK, length)
         keys_n = keys_T[:end][gone_T[:end] > begin]  # seen by the block's first query, or fed within the block
         queries_b1 = torch.arange(begin, end)[:, None]
         mask_bn = (keys_n <= queries_b1) & (queries_b1 < gone_T[keys_n])
+        if view.shown is not None:
+            mask_bn &= (shown_T[keys_n] <= queries_b1) | free_T[begin:end, None] | (keys_n == queries_b1)
         yield Piece(end - begin, len(keys_n), mask_bn), keys_n
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ import torch
 from a2t.data.manifest import Row
 from a2t.distill.config import DistillConfig
 from a2t.distill.corpus import CachedCorpus, Chained
+from a2t.distill.place import Place
 from a2t.distill.recording import Report, record
 from a2t.distill.sequences import Example
 from a2t.models.base import DuplexModel
@@ -33,8 +34,8 @@ class RecordPlan:
     `model_hash` names the model (`teacher.model_hash`): parts of another one are refused.
     """
 
-    folder: Path
-    manifest: Path
+    folder: Place
+    manifest: str
     rows: tuple[Row, ...]
     model_hash: str
     native: Literal["record", "manifest"] = "record"
@@ -46,7 +47,7 @@ class RecordPlan:
     @classmethod
     def of(
         cls,
-        folder: str | Path,
+        folder: str | Path | Place,
         manifest: str | Path,
         rows: Sequence[Row],
         model_hash: str,
@@ -58,26 +59,27 @@ class RecordPlan:
         if not rows:
             raise ValueError(f"{manifest}: there is no row to record")
         options |= {"delta": config.delta, "max_seconds": config.max_seconds}
-        return cls(Path(folder), Path(manifest), tuple(rows), model_hash, native, **options)
+        return cls(Place(folder), str(manifest), tuple(rows), model_hash, native, **options)
 
     @property
     def parts(self) -> int:
         return -(-len(self.rows) // self.rows_per_part)
 
-    def path(self, part: int) -> Path:
+    def place(self, part: int) -> Place:
         return self.folder / f"part-{part:05d}"
 
     def unfinished(self) -> list[int]:
         """Parts that are not there yet. Raises ValueError if one was made from other rows, settings or model."""
         missing = []
         for part in range(self.parts):
-            if not self.path(part).is_dir():
+            about = self.place(part) / "corpus.json"
+            if not about.is_file():
                 missing.append(part)
                 continue
-            found = json.loads((self.path(part) / "corpus.json").read_text())["provenance"]
+            found = json.loads(about.text())["provenance"]
             if differing := [k for k, v in self._provenance(part).items() if found.get(k) != v]:
                 raise ValueError(
-                    f"{self.path(part)} was recorded with another {', '.join(differing)}; choose an empty folder"
+                    f"{self.place(part)} was recorded with another {', '.join(differing)}; choose an empty folder"
                 )
         return missing
 
@@ -96,12 +98,9 @@ class RecordPlan:
                 yield example
                 progress(1)
 
-        target = self.path(part)
-        unfinished = target.with_name(target.name + ".part")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        CachedCorpus.write(unfinished, examples(), self.dtype, allow_empty=True, **self._provenance(part))
-        (unfinished / "report.json").write_text(json.dumps(asdict(report), indent=1) + "\n")
-        unfinished.replace(target)
+        with self.place(part).writing(last="corpus.json") as folder:
+            CachedCorpus.write(folder, examples(), self.dtype, allow_empty=True, **self._provenance(part))
+            (folder / "report.json").write_text(json.dumps(asdict(report), indent=1) + "\n")
         return report
 
     def open(self) -> Chained:
@@ -111,8 +110,7 @@ class RecordPlan:
         return open_recorded(self.folder, self.parts)
 
     def report(self) -> Report:
-        reports = [json.loads((self.path(p) / "report.json").read_text()) for p in range(self.parts)]
-        return sum((Report(**r) for r in reports), Report())
+        return sum((report_of(self.place(part)) for part in range(self.parts)), Report())
 
     def rows_of(self, part: int) -> int:
         return len(self._rows(part))
@@ -134,12 +132,20 @@ class RecordPlan:
         }
 
 
-def open_recorded(folder: str | Path, parts: int | None = None) -> Chained:
+def open_recorded(folder: str | Path | Place, parts: int | None = None) -> Chained:
     """The corpus in a recorded folder. ValueError if it has no parts, or not `parts` of them."""
-    found = sorted(p for p in Path(folder).glob("part-*") if p.suffix != ".part")
+    found = parts_of(folder)
     if not found or (parts is not None and len(found) != parts):
         raise ValueError(f"{folder} holds {len(found)} recorded parts" + ("" if parts is None else f", not {parts}"))
     return Chained([CachedCorpus(p) for p in found])
+
+
+def parts_of(folder: str | Path | Place) -> list[Place]:
+    return [Place(folder) / n for n in Place(folder).names() if re.fullmatch(r"part-\d+", n)]
+
+
+def report_of(part: Place) -> Report:
+    return Report(**json.loads((part / "report.json").text()))
 
 
 def record_corpus(

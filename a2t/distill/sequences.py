@@ -16,9 +16,12 @@ import torch
 from torch import Tensor
 
 from a2t.distill.config import EvictionSettings
+from a2t.distill.packing import View
 from a2t.duplex.protocol import Event, Layout, SpecialTokens, UnitTokens, lay_out
+from a2t.kv.kinds import Kind
 from a2t.kv.ledger import Ledger
 from a2t.kv.policies import Policy, make_policy
+from a2t.models.scope import SIDE
 
 
 @dataclass(frozen=True)
@@ -200,6 +203,27 @@ def hidden_from(layout: Layout, policy: Policy, budget: int | None) -> list[int]
                 hidden[ledger.positions[slot]] = stop
             ledger.drop(eviction.drop)
     return hidden
+
+
+def view_of(layout: Layout, gone: Sequence[int] | None, hide_transcript: bool, asr_end: int) -> View | None:
+    """What the student's positions see, from `hidden_from` and the scope (a2t.models.scope); None: all before them.
+
+    With `hide_transcript` the side channel's positions are shown to native ones, and to `asr_end`, which predicts the
+    native token after it, only from where the audio of their unit is gone.
+    """
+    if gone is None and not hide_transcript:
+        return None
+    gone = gone or [NEVER] * len(layout)
+    if not hide_transcript:
+        return View(gone)
+    side = [kind in SIDE for kind in layout.kinds]
+    free = [s and id != asr_end for s, id in zip(side, layout.ids, strict=True)]
+    heard_until: dict[int, int] = {}
+    for kind, unit, until in zip(layout.kinds, layout.units, gone, strict=True):
+        if kind == Kind.AUDIO:
+            heard_until[unit] = max(until, heard_until.get(unit, 0))
+    shown = [heard_until[unit] if s else 0 for s, unit in zip(side, layout.units, strict=True)]
+    return View(gone, shown, free)
 
 
 def draw_budget(settings: EvictionSettings, length: int, *key: object) -> tuple[Policy, int] | None:

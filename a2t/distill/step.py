@@ -8,13 +8,12 @@ whole matrix to exchange two rows, and give it a gradient of its full size.
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from peft import PeftModel
 from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
@@ -23,11 +22,14 @@ from transformers import Qwen3ForCausalLM
 
 from a2t.distill.batches import Batch, Sequences
 from a2t.distill.config import DistillConfig
-from a2t.distill.losses import TERMS, Counts, step_losses
+from a2t.distill.losses import TERMS, Counts, Rows, step_losses
+from a2t.distill.optimizer import Optimizer, sum_over_workers, world
 from a2t.distill.packing import packed_forward
 from a2t.distill.teacher import frozen_hidden, with_audio
+from a2t.distill.zero import gathered
 from a2t.duplex.protocol import SpecialTokens
 from a2t.models.adapters import new_adapter
+from a2t.models.scope import Gate, Scope
 
 
 class Student(nn.Module):
@@ -55,6 +57,8 @@ class Student(nn.Module):
         self.peft: PeftModel = new_adapter(language, self.new_tokens, lora.rank, lora.alpha, lora.dropout)
         causal: Any = self.peft.get_base_model()
         self.decoder = causal.model
+        self.scope = Scope(config.scope, config.hide_transcript)
+        self.gate = Gate(self.peft) if config.scope == "segment" else None
         if config.gradient_checkpointing:
             causal.gradient_checkpointing_enable({"use_reentrant": False})
         rows = [m for m in causal.modules() if isinstance(m, TrainableTokensLayer)]
@@ -80,9 +84,9 @@ class Student(nn.Module):
     def embed(self, sequences: Sequences) -> Tensor:
         """Token and audio embeddings of the row, [T, hidden], with the student's own two rows."""
         ids_T = sequences.ids_T
-        base_VD = self._embedding.get_base_layer().weight
         rows_2D = self._embedding.trainable_tokens_delta["default"]
-        e_TD = F.embedding(ids_T, base_VD)
+        with gathered(base_VD := self._embedding.get_base_layer().weight):
+            e_TD = F.embedding(ids_T, base_VD)
         for n, token in enumerate(self.new_tokens):
             e_TD = torch.where((ids_T == token)[:, None], rows_2D[n].to(e_TD.dtype), e_TD)
         return with_audio(e_TD, sequences)
@@ -95,41 +99,38 @@ class Student(nn.Module):
             logits_NV = F.linear(h_ND, base_VD)
             return _at_least_float(logits_NV.index_copy_(1, self._rows, F.linear(h_ND, rows_2D.to(base_VD.dtype))))
 
-    def teacher_head(self, h_ND: Tensor) -> Tensor:
-        """Logits [N, V] that the frozen output matrix gives hidden states of the teacher."""
-        with _no_autocast(h_ND):
-            base_VD = self._output.get_base_layer().weight
-            return _at_least_float(F.linear(h_ND.to(base_VD.dtype), base_VD))
-
     def hidden(self, sequences: Sequences) -> Tensor:
         """The student's final hidden states [T, D]."""
+        if self.gate is not None:
+            self.gate.active_T = sequences.segment_T
         with _autocast(self.config.autocast, self.device):
             return packed_forward(self.decoder, self.embed(sequences), sequences.positions_T, sequences.packing)
 
     @torch.no_grad()
     def teacher_hidden(self, sequences: Sequences) -> Tensor:
         """The frozen model's final hidden states [T, D]: the same weights with the adapter switched off."""
-        with self.peft.disable_adapter(), _evaluating(self.decoder):
-            return frozen_hidden(self.decoder, self._embedding.get_base_layer().weight, sequences)
+        embedding_VD = self._embedding.get_base_layer().weight
+        with self.peft.disable_adapter(), _evaluating(self.decoder), gathered(embedding_VD):
+            return frozen_hidden(self.decoder, embedding_VD, sequences)
 
     def forward(self, batch: Batch, counts: Counts) -> tuple[Tensor, Tensor]:
         """The batch's part of the step's loss (a scalar) and of its four terms [4]; `counts` are the whole step's."""
         teacher_ED = batch.teacher_ED
         if teacher_ED is None:
-            assert batch.teacher is not None
             teacher_ED = self.teacher_hidden(batch.teacher)[batch.teacher_at_E]
-        return step_losses(
-            self.hidden(batch.student)[batch.at_N],
-            batch.tokens_N,
-            batch.groups_N,
-            teacher_ED,
-            self.head,
-            self.teacher_head,
-            self.new_tokens,
-            counts,
-            self.config.weights,
-            self.config.logit_rows,
-        )
+        hidden_ND = self.hidden(batch.student)[batch.at_N]
+        output_VD = self._output.get_base_layer().weight
+        with gathered(output_VD), _no_autocast(hidden_ND):
+            return step_losses(
+                hidden_ND,
+                self._output.trainable_tokens_delta["default"],
+                output_VD,
+                Rows(batch.tokens_N, batch.groups_N, teacher_ED),
+                self.new_tokens,
+                counts,
+                self.config.weights,
+                self.config.logit_rows,
+            )
 
 
 def _at_least_float(x: Tensor) -> Tensor:
@@ -159,69 +160,10 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
 # Optimizing
 
 
-@dataclass
-class Optimizer:
-    """AdamW over LoRA matrices and token rows, warm-up and cosine decay over `total_steps`."""
-
-    adam: torch.optim.AdamW
-    config: DistillConfig
-    total_steps: int
-    done: int = 0
-
-    @classmethod
-    def of(cls, student: Student, total_steps: int) -> Optimizer:
-        config = student.config
-        named = student.trainable()
-        rows = [p for n, p in named.items() if "trainable_tokens_delta" in n]
-        lora = [p for n, p in named.items() if "trainable_tokens_delta" not in n]
-        assert len(rows) == 2 and lora
-        groups = [{"params": lora, "factor": 1.0}, {"params": rows, "factor": config.rows_rate}]
-        adam = torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay)
-        return cls(adam, config, total_steps)
-
-    def rate(self, step: int) -> float:
-        """Learning rate of step `step` (from 0): linear warm-up, then a cosine to `final_rate` of the peak."""
-        warm = math.ceil(self.config.warmup * self.total_steps)
-        peak, last = self.config.learning_rate, self.config.final_rate
-        if step < warm:
-            return peak * (step + 1) / warm
-        progress = min(1.0, (step - warm) / max(1, self.total_steps - warm))
-        return peak * (last + (1 - last) * 0.5 * (1 + math.cos(math.pi * progress)))
-
-    def step(self) -> float:
-        """Clips, updates, clears the gradients; returns the gradient's norm before clipping."""
-        rate = self.rate(self.done)
-        parameters = []
-        for group in self.adam.param_groups:
-            group["lr"] = rate * group["factor"]
-            parameters += group["params"]
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.config.clip))
-        if not math.isfinite(norm):
-            raise FloatingPointError(f"step {self.done}: the gradient's norm is {norm}; nothing was updated")
-        self.adam.step()
-        self.adam.zero_grad(set_to_none=True)
-        self.done += 1
-        return norm
-
-
-def world() -> tuple[int, int]:
-    """(rank, workers) of torch.distributed, (0, 1) without it."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
-
-
-def sum_over_workers(values: Sequence[float] | Tensor) -> list[float]:
-    total = torch.as_tensor(values, dtype=torch.float64)
-    if world()[1] > 1:
-        if dist.get_backend() == "nccl":
-            total = total.cuda()
-        dist.all_reduce(total)
-    return total.tolist()
-
-
 @dataclass(frozen=True)
 class StepLog:
+    """A step, summed over all workers."""
+
     step: int  # steps done
     loss: float
     terms: dict[str, float]
@@ -230,35 +172,30 @@ class StepLog:
     learning_rate: float
     positions: int
     units: int
+    seconds: float = 0.0  # that it took
 
 
-def train_step(
-    student: nn.Module,
-    optimizer: Optimizer,
-    forwards: Iterable[Callable[[], tuple[Batch, bool]]],
-    local: Counts,
-) -> StepLog:
+def train_step(optimizer: Optimizer, forwards: Iterable[Callable[[], tuple[Batch, bool]]], local: Counts) -> StepLog:
     """One optimizer step: each of this worker's `forwards` gives (batch, whether it counts); `local` counts them.
 
-    `student` is a Student or a DistributedDataParallel around one.  The loss is a mean over the whole step, so the
-    result does not depend on how the step was cut into forwards and workers.
+    The loss is a mean over the whole step, so the result does not depend on how the step was cut into forwards and
+    workers.
     """
     workers = world()[1]
     summed = sum_over_workers([local.targets, *local.groups])
     counts = Counts(round(summed[0]), tuple(round(x) for x in summed[1:]))
     loss_sum, term_sum, positions, units = 0.0, torch.zeros(len(TERMS), dtype=torch.float64), 0, 0
-    inner: Student = student.module if isinstance(student, nn.parallel.DistributedDataParallel) else student  # type: ignore[assignment]
+    device = optimizer.student.device
     pending = list(forwards)
     for n, make in enumerate(pending):
         batch, real = make()
-        batch = batch.to(inner.device)
-        last = n == len(pending) - 1
-        with contextlib.nullcontext() if last or student is inner else student.no_sync():  # type: ignore[operator]
-            loss, terms = student(batch, counts)
-            # DistributedDataParallel takes the mean over workers, the shares want the sum.
-            (loss * (workers if real else 0)).backward()
+        batch = batch.to(device)
+        # Workers are averaged, the shares want the sum.
+        loss, terms = optimizer.backward(
+            partial(optimizer.module, batch, counts), float(workers if real else 0), last=n == len(pending) - 1
+        )
         if real:
-            loss_sum += float(loss.detach())
+            loss_sum += float(loss)
             term_sum += terms.double().cpu()
             positions += len(batch.student)
             units += batch.units

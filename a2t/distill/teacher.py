@@ -32,6 +32,7 @@ from transformers import Qwen3ForCausalLM, Qwen3Model
 from a2t.distill.batches import Sequences
 from a2t.distill.corpus import Corpus
 from a2t.distill.packing import packed_forward
+from a2t.distill.place import Place
 from a2t.distill.sequences import Example, group_of, native_layout
 from a2t.duplex.protocol import SpecialTokens
 
@@ -121,7 +122,7 @@ def teach(language: Qwen3ForCausalLM, tokens: SpecialTokens, examples: Sequence[
 class StorePlan:
     """Which shard holds which examples; the same on every worker."""
 
-    folder: Path
+    folder: Place
     model: str
     hash: str
     dtype: torch.dtype
@@ -143,7 +144,7 @@ class StorePlan:
             if not side.is_file():
                 out.append(shard)
                 continue
-            found = json.loads(side.read_text())
+            found = json.loads(side.text())
             wanted = {
                 "hash": self.hash,
                 "dtype": _dtype_name(self.dtype),
@@ -158,7 +159,6 @@ class StorePlan:
     def write(self, shard: int, taught: Sequence[Taught]) -> None:
         """One shard, visible only when whole: data, checksum, then the side file."""
         assert len(taught) == len(self.indices(shard))
-        self.folder.mkdir(parents=True, exist_ok=True)
         starts = torch.tensor([0, *(len(t.tokens_E) for t in taught)]).cumsum(0)
         hidden_ED = torch.cat([t.hidden_ED for t in taught])
         stored_ED = hidden_ED.to(self.dtype)
@@ -172,19 +172,18 @@ class StorePlan:
             "groups_E": torch.cat([t.groups_E for t in taught]),
             "starts": starts,
         }
-        path = self.folder / _file(shard)
-        part = path.with_suffix(".part")
-        save_file(tensors, part)
-        checksum = _sha256(part)
-        part.replace(path)
+        place = self.folder / _file(shard)
+        with place.writing() as path:
+            save_file(tensors, path)
+            checksum, size = _sha256(path), path.stat().st_size
         side = {
-            "file": path.name,
+            "file": place.name,
             "sha256": checksum,
             "hash": self.hash,
             "dtype": _dtype_name(self.dtype),
             "ids": [self.ids[i] for i in self.indices(shard)],
             "events": int(starts[-1]),
-            "bytes": path.stat().st_size,
+            "bytes": size,
         }
         _write_json(self._side(shard), side)
 
@@ -192,7 +191,7 @@ class StorePlan:
         """Writes the manifest when every shard is there (ValueError otherwise)."""
         if missing := self.unfinished():
             raise ValueError(f"{self.folder} lacks {len(missing)} of {self.shards} shards, the first is {missing[0]}")
-        sides = [json.loads(self._side(s).read_text()) for s in range(self.shards)]
+        sides = [json.loads(self._side(s).text()) for s in range(self.shards)]
         _write_json(
             self.folder / "manifest.json",
             {
@@ -209,8 +208,8 @@ class StorePlan:
             },
         )
 
-    def _side(self, shard: int) -> Path:
-        return (self.folder / _file(shard)).with_suffix(".json")
+    def _side(self, shard: int) -> Place:
+        return self.folder / _side_file(_file(shard))
 
 
 def write_store(
@@ -249,12 +248,12 @@ class TeacherStore:
     """The store in a folder. Raises ValueError if it is unfinished, of another model (`expect`: `model_hash`) or
     damaged; a shard's checksum is checked when it is first read."""
 
-    def __init__(self, folder: str | Path, expect: str):
-        self.folder = Path(folder)
+    def __init__(self, folder: str | Path | Place, expect: str):
+        self.folder = Place(folder)
         path = self.folder / "manifest.json"
         if not path.is_file():
             raise ValueError(f"{self.folder} has no manifest.json: it is no teacher store, or an unfinished one")
-        self.manifest = json.loads(path.read_text())
+        self.manifest = json.loads(path.text())
         if self.manifest["format"] != FORMAT:
             raise ValueError(f"{path}: format {self.manifest['format']} is not {FORMAT}, write the store again")
         if self.manifest["model_hash"] != expect:
@@ -264,7 +263,7 @@ class TeacherStore:
             )
         self._place: dict[str, tuple[int, int]] = {}
         for n, shard in enumerate(self.manifest["shards"]):
-            side = json.loads((self.folder / shard["file"]).with_suffix(".json").read_text())
+            side = json.loads((self.folder / _side_file(shard["file"])).text())
             self._place.update({id: (n, row) for row, id in enumerate(side["ids"])})
         self._open: dict[int, Any] = {}
 
@@ -298,11 +297,11 @@ class TeacherStore:
         if n not in self._open:
             shard = self.manifest["shards"][n]
             path = self.folder / shard["file"]
-            if not path.is_file() or _sha256(path) != shard["sha256"]:
+            if not path.is_file() or _sha256(path.local()) != shard["sha256"]:
                 raise ValueError(
                     f"{path} is missing or damaged; delete it with its .json and run the teacher's job again"
                 )
-            self._open[n] = safe_open(path, "pt")
+            self._open[n] = safe_open(path.local(), "pt")
         return self._open[n]
 
 
@@ -317,6 +316,10 @@ def _file(shard: int) -> str:
     return f"shard-{shard:05d}.safetensors"
 
 
+def _side_file(file: str) -> str:
+    return file.removesuffix(".safetensors") + ".json"
+
+
 def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -326,7 +329,5 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _write_json(path: Path, value: Any) -> None:
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(value, indent=1) + "\n")
-    part.replace(path)
+def _write_json(place: Place, value: Any) -> None:
+    place.write_text(json.dumps(value, indent=1) + "\n")

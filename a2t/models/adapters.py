@@ -103,6 +103,7 @@ def save_adapter(model: PeftModel, folder: str | Path, name: str = "default", ba
     out = Path(folder)
     out.mkdir(parents=True, exist_ok=True)
     state = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    assert all(tensor.numel() for tensor in state.values()), "a sharded model's adapter is gathered before it is saved"
     save_file({key: tensor.contiguous() for key, tensor in state.items()}, out / "adapter_model.safetensors")
     config = copy.deepcopy(model.peft_config[name])
     config.base_model_name_or_path, config.inference_mode = base or None, True
@@ -122,6 +123,10 @@ def load_adapter(lm: Qwen3ForCausalLM, folder: str | Path, merge: bool = True) -
     Raises ValueError where the folder holds no adapter or one for another model; it names the tensor.
     """
     _check_fits(lm, Path(folder))
+    if merge and (Path(folder) / "scope.json").is_file():
+        raise ValueError(
+            f"{folder} acts on some positions only and cannot be merged: load it with a2t.models.scope.adapted"
+        )
     model = PeftModel.from_pretrained(lm, str(folder)).eval()
     return model.merge_and_unload() if merge else model
 

@@ -2,12 +2,13 @@
 
 import math
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from a2t.distill.config import LossWeights
-from a2t.distill.losses import Counts, step_losses
+from a2t.distill.losses import Counts, Rows, step_losses
 from a2t.distill.sequences import pair
 from tests.distill.samples import TOKENS, VOCAB, make_example
 
@@ -59,12 +60,19 @@ def reference(pairs, student, teacher):
     ]
 
 
+NEW = (TOKENS.asr_start, TOKENS.asr_end)
+
+
 def rows_of(p, student_hidden, teacher_hidden):
     at = [e.position for e in p.student.events] + [position for position, _ in p.targets]
     tokens = [e.token for e in p.student.events] + [token for _, token in p.targets]
     groups = [*map(int, p.groups)] + [-1] * len(p.targets)
     teacher = teacher_hidden[[e.position for e in p.teacher.events]]
-    return student_hidden[at], torch.tensor(tokens), torch.tensor(groups), teacher
+    return student_hidden[at], Rows(torch.tensor(tokens), torch.tensor(groups), teacher)
+
+
+def random(generator, *shape):
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
 @settings(max_examples=15)
@@ -72,62 +80,76 @@ def rows_of(p, student_hidden, teacher_hidden):
 def test_terms_equal_the_reference_however_the_step_is_cut(seed, logit_rows):
     generator = torch.Generator().manual_seed(seed)
     pairs = [pair(TOKENS, make_example(seed + n, units)) for n, units in enumerate((4, 1))]
-    student_head, teacher_head = (torch.randn(VOCAB, D, generator=generator, dtype=torch.float64) for _ in range(2))
-    hs = [torch.randn(len(p.student), D, generator=generator, dtype=torch.float64) for p in pairs]
-    ht = [torch.randn(len(p.teacher), D, generator=generator, dtype=torch.float64) for p in pairs]
-    expected = reference(
-        pairs, [(h @ student_head.T).tolist() for h in hs], [(h @ teacher_head.T).tolist() for h in ht]
-    )
+    output, new_rows = random(generator, VOCAB, D), random(generator, 2, D)
+    student_head = output.clone()
+    student_head[list(NEW)] = new_rows
+    hs = [random(generator, len(p.student), D) for p in pairs]
+    ht = [random(generator, len(p.teacher), D) for p in pairs]
+    expected = reference(pairs, [(h @ student_head.T).tolist() for h in hs], [(h @ output.T).tolist() for h in ht])
     counts = sum((Counts.of(p.groups, len(p.targets)) for p in pairs), Counts())
     weights = LossWeights(1.0, 0.5, 2.0, 3.0)
     loss, terms = torch.zeros((), dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
     for p, s, t in zip(pairs, hs, ht, strict=True):  # two forwards make the step
-        part = step_losses(
-            *rows_of(p, s, t), lambda h: h @ student_head.T, lambda h: h @ teacher_head.T,
-            (TOKENS.asr_start, TOKENS.asr_end), counts, weights, logit_rows,
-        )  # fmt: skip
+        hidden, rows = rows_of(p, s, t)
+        part = step_losses(hidden, new_rows, output, rows, NEW, counts, weights, logit_rows)
         loss, terms = loss + part[0], terms + part[1]
     torch.testing.assert_close(terms, torch.tensor(expected, dtype=torch.float64), rtol=1e-10, atol=1e-12)
     expected_loss = sum(w * x for w, x in zip((1.0, 0.5, 2.0, 3.0), expected, strict=True))
     torch.testing.assert_close(float(loss), expected_loss, rtol=1e-10, atol=1e-12)
 
 
-def test_chunks_of_logits_do_not_change_the_gradient():
-    p = pair(TOKENS, make_example(1, 6))
-    head = torch.randn(VOCAB, D, dtype=torch.float64, requires_grad=True)
-    h, teacher = (
-        torch.randn(len(p.student), D, dtype=torch.float64),
-        torch.randn(len(p.teacher), D, dtype=torch.float64),
-    )
-    grads = []
-    for rows in (2, 1000):
-        head.grad = None
-        hidden = h.clone().requires_grad_()
-        loss, _ = step_losses(
-            *rows_of(p, hidden, teacher), lambda x: x @ head.T, lambda x: x @ head.detach().T, (10, 11),
-            Counts.of(p.groups, len(p.targets)), LossWeights(), rows,
-        )  # fmt: skip
-        loss.backward()
-        grads.append((hidden.grad, head.grad))
-    for a, b in zip(*grads, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-13)
+def plain_loss(hidden, new_rows, output, rows, counts, weights):
+    """The same loss in torch's own functions, all logits at once."""
+    events = len(rows.teacher_ED)
+    log_q = (hidden @ output.index_copy(0, torch.tensor(NEW), new_rows).T).log_softmax(-1)
+    seen = rows.teacher_ED @ output.T
+    seen[:, list(NEW)] = -1e9
+    kl = torch.nn.functional.kl_div(log_q[:events], seen.softmax(-1), reduction="sum") / counts.events
+    ce = torch.nn.functional.nll_loss(log_q, rows.tokens_N, reduction="none")
+    loss = weights.kl * kl + weights.transcription * ce[rows.groups_N < 0].sum() / counts.targets
+    for weight, term in ((weights.decision, (0, 1, 2)), (weights.turn, (3, 4))):
+        present = [g for g in term if counts.groups[g]]
+        loss = loss + weight * sum(ce[rows.groups_N == g].sum() / counts.groups[g] for g in present) / len(present)
+    return loss
+
+
+@settings(max_examples=10)
+@given(seed=st.integers(0, 10**6), logit_rows=st.sampled_from([2, 9, 1000]))
+def test_the_gradient_taken_along_is_autograds(seed, logit_rows):
+    generator = torch.Generator().manual_seed(seed)
+    p = pair(TOKENS, make_example(seed, 6))
+    output, new_rows = random(generator, VOCAB, D), random(generator, 2, D).requires_grad_()
+    states = random(generator, len(p.student), D).requires_grad_()
+    hidden, rows = rows_of(p, states, random(generator, len(p.teacher), D))
+    counts, weights = Counts.of(p.groups, len(p.targets)), LossWeights(1.0, 0.5, 2.0, 3.0)
+    loss, _ = step_losses(hidden, new_rows, output, rows, NEW, counts, weights, logit_rows)
+    expected = plain_loss(hidden, new_rows, output, rows, counts, weights)
+    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-12)
+    mine = torch.autograd.grad(3 * loss, (states, new_rows), retain_graph=True)
+    for a, b in zip(mine, torch.autograd.grad(3 * expected, (states, new_rows)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
 def test_the_kl_is_zero_only_where_the_student_gives_the_new_tokens_nothing():
     p = pair(TOKENS, make_example(2, 5))
     logits = torch.randn(len(p.teacher), VOCAB, dtype=torch.float64)
-    alike = logits.clone()
-    alike[:, [10, 11]] = -1e9
+    output = torch.eye(VOCAB, dtype=torch.float64)  # hidden states are logits
     at = [e.position for e in p.teacher.events]
-    tokens, groups = torch.tensor([e.token for e in p.teacher.events]), torch.tensor([*map(int, p.groups)])
+    rows = Rows(torch.tensor([e.token for e in p.teacher.events]), torch.tensor([*map(int, p.groups)]), logits[at])
 
-    def kl(student):
+    def kl(new_rows):
         counts = Counts.of(p.groups, 0)
-        return float(step_losses(
-            student[at], tokens, groups, logits[at], lambda h: h, lambda h: h, (10, 11), counts, LossWeights(), 1000
-        )[1][1])  # fmt: skip
+        return float(step_losses(logits[at], new_rows, output, rows, NEW, counts, LossWeights(), 1000)[1][1])
 
-    assert abs(kl(alike)) < 1e-12
+    shut = torch.zeros(2, VOCAB, dtype=torch.float64)
+    top = logits[at].max() + 100
+    states = torch.cat([logits, torch.full((len(logits), 1), float(top))], 1)  # a direction that only these rows read
+    wide = torch.cat([output, torch.zeros(VOCAB, 1, dtype=torch.float64)], 1)
+    wide_rows = Rows(rows.tokens_N, rows.groups_N, states[at])
+    never = torch.cat([shut, torch.full((2, 1), -10.0, dtype=torch.float64)], 1)
+    counts = Counts.of(p.groups, 0)
+    alike = step_losses(states[at], never, wide, wide_rows, NEW, counts, LossWeights(), 1000)[1][1]
+    assert abs(float(alike)) < 1e-12
     # A student that gives the new tokens the share r loses -log(1 - r).
-    share = logits.softmax(-1)[at][:, [10, 11]].sum(-1)
-    torch.testing.assert_close(kl(logits), float((-(1 - share).log()).mean()), rtol=1e-9, atol=1e-12)
+    share = logits.softmax(-1)[at][:, list(NEW)].sum(-1)
+    assert kl(output[list(NEW)]) == pytest.approx(float((-(1 - share).log()).mean()), rel=1e-9)

@@ -5,7 +5,7 @@ import torch
 
 from a2t.distill import packing
 from a2t.distill.batches import Sequences
-from a2t.distill.packing import packed_forward
+from a2t.distill.packing import View, packed_forward
 from a2t.distill.sequences import hidden_from, pair
 from a2t.distill.teacher import frozen_hidden
 from a2t.duplex.protocol import AUDIO_ID
@@ -65,7 +65,7 @@ def test_the_simulated_mask_is_streaming_with_eviction(monkeypatch, policy, budg
     language = make_language()
     examples = [make_example(5, 14), make_example(6, 4), make_example(7, 11)]
     layouts = [pair(TOKENS, e).student for e in examples]
-    hidden = [hidden_from(x, policy, budget) for x in layouts]
+    hidden = [View(hidden_from(x, policy, budget)) for x in layouts]
     sequences = Sequences.of(layouts, [e.audio_AD for e in examples], hidden)
     masked = frozen_hidden(language.model, language.model.embed_tokens.weight, sequences)
     streamed = [stream(language, x, e.audio_AD, policy, budget) for x, e in zip(layouts, examples, strict=True)]
@@ -85,7 +85,7 @@ def test_gradients_through_blocks_equal_those_of_a_dense_mask(monkeypatch):
     grads = []
     for dense in (False, True):
         audio = example.audio_AD.clone().requires_grad_()
-        sequences = Sequences.of([layout], [audio], [gone])
+        sequences = Sequences.of([layout], [audio], [View(gone)])
         embeddings = language.model.embed_tokens(sequences.ids_T).index_copy(0, sequences.audio_at_A, audio)
         if dense:
             q, k = torch.arange(len(layout))[:, None], torch.arange(len(layout))

@@ -10,8 +10,9 @@ from peft import PeftModel
 
 from a2t.distill.batches import Sequences, collate, counts_of
 from a2t.distill.config import DistillConfig, LoraSettings
+from a2t.distill.optimizer import Optimizer
 from a2t.distill.sequences import pair, strip_segments
-from a2t.distill.step import Optimizer, Student, train_step
+from a2t.distill.step import Student, train_step
 from a2t.distill.teacher import frozen_hidden
 from a2t.duplex.protocol import SpecialTokens
 from a2t.models.adapters import load_adapter, save_adapter
@@ -20,6 +21,10 @@ from tests.distill.samples import TOKENS, VOCAB, make_example, make_language, ra
 NEW = [TOKENS.asr_start, TOKENS.asr_end]
 OLD = [i for i in range(VOCAB) if i not in NEW]
 SMALL = DistillConfig(lora=LoraSettings(rank=2, alpha=4), learning_rate=1e-2, warmup=0.0)
+
+
+def optimizer_of(student, steps):
+    return Optimizer(student, student.trainable(), student.config, steps)
 
 
 def sequences_of(examples, side):
@@ -80,7 +85,6 @@ def test_the_teacher_inside_a_trained_student_is_the_bare_model():
     bare = frozen_hidden(language.model, language.model.embed_tokens.weight, sequences)
     taught = student.teacher_hidden(sequences)
     torch.testing.assert_close(taught, bare, rtol=0, atol=0)
-    torch.testing.assert_close(student.teacher_head(taught), language.lm_head(bare), rtol=0, atol=0)
     assert (student.hidden(sequences) - taught).abs().max() > 1e-3
     assert all(p.requires_grad for n, p in student.named_parameters() if "lora" in n or "trainable" in n)
 
@@ -114,8 +118,8 @@ def test_a_step_moves_the_adapter_and_nothing_else_and_the_loss_falls():
         assert any(torch.equal(p, torch.stack([row, row])) for row in rows), "new rows start as </unit>'s"
     pairs = [pair(TOKENS, make_example(n)) for n in range(4)]
     batch, counts = collate(pairs), counts_of(pairs)
-    optimizer = Optimizer.of(student, 40)
-    logs = [train_step(student, optimizer, [lambda: (batch, True)], counts) for _ in range(25)]
+    optimizer = optimizer_of(student, 40)
+    logs = [train_step(optimizer, [lambda: (batch, True)], counts) for _ in range(25)]
     assert logs[-1].terms["transcription"] < 0.6 * logs[0].terms["transcription"]
     assert logs[-1].loss < 0.8 * logs[0].loss
     assert logs[0].loss == pytest.approx(sum(logs[0].terms.values()))
@@ -151,7 +155,7 @@ def test_the_saved_adapter_loads_with_peft_and_merges(tmp_path):
 
 def test_the_schedule_and_the_rows_rate():
     config = replace(SMALL, learning_rate=1e-3, warmup=0.1, final_rate=0.1)
-    optimizer = Optimizer.of(Student(make_language(), TOKENS, config), 100)
+    optimizer = optimizer_of(Student(make_language(), TOKENS, config), 100)
     rates = [optimizer.rate(n) for n in range(101)]
     assert rates[:10] == pytest.approx([1e-4 * (n + 1) for n in range(10)])
     assert (
@@ -178,7 +182,7 @@ def test_what_cannot_be_trained_is_refused():
     with pytest.raises(ValueError, match="40 token rows, the side channel needs row 99"):
         Student(make_language(), replace(TOKENS, asr_end=99), SMALL)
     student = Student(make_language(), TOKENS, SMALL)
-    optimizer = Optimizer.of(student, 10)
+    optimizer = optimizer_of(student, 10)
     first = next(iter(student.trainable().values()))
     first.grad = torch.full_like(first, float("nan"))
     with pytest.raises(FloatingPointError, match="step 0"):

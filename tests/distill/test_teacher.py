@@ -8,6 +8,7 @@ import torch
 
 from a2t.distill.config import DistillConfig, LoraSettings
 from a2t.distill.corpus import Examples
+from a2t.distill.place import Place
 from a2t.distill.sequences import Example, native_layout, strip_segments
 from a2t.distill.step import Student
 from a2t.distill.teacher import StorePlan, TeacherStore, model_hash, write_store
@@ -19,7 +20,7 @@ EXAMPLES = [make_example(n, 2 + n % 4) for n in range(7)]
 
 def store(folder, language, dtype=torch.float64, examples=EXAMPLES, shards=None):
     corpus = Examples(examples)
-    plan = StorePlan(folder, "tiny", model_hash(language, TOKENS), dtype, tuple(corpus.ids), shard_examples=3)
+    plan = StorePlan(Place(folder), "tiny", model_hash(language, TOKENS), dtype, tuple(corpus.ids), shard_examples=3)
     write_store(plan, language, TOKENS, corpus, plan.unfinished() if shards is None else shards, micro_positions=80)
     return plan
 

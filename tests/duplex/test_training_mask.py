@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from a2t.distill.batches import Sequences
-from a2t.distill.packing import packed_forward
+from a2t.distill.packing import View, packed_forward
 from a2t.distill.sequences import hidden_from
 from a2t.duplex.decoding import DuplexConfig
 from a2t.duplex.engine import ConversationConfig, Engine, EngineConfig
@@ -43,7 +43,7 @@ def test_streamed_states_are_those_under_the_training_mask(policy, budget, optio
     audio_AD = torch.cat(audio)
     assert len(audio_AD) == UNITS * AUDIO and any(r.transcript_ids for r in results)
     hidden = hidden_from(layout, make_policy(policy, **options), budget)
-    sequences = Sequences.of([layout], [audio_AD], [hidden])
+    sequences = Sequences.of([layout], [audio_AD], [View(hidden)])
     embeddings = model.embed(sequences.ids_T)
     embeddings[torch.tensor(layout.ids) == AUDIO_ID] = audio_AD
     with torch.no_grad():
