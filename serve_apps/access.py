@@ -32,16 +32,24 @@ class Access:
     def check(self, client: str | None, headers: Mapping[str, str]) -> None:
         """Raises WireError if this client (its address; header names in lower case) may not connect."""
         origin = headers.get("origin")
-        if origin and origin not in self.origins and not _is_loopback(urlsplit(origin).hostname):
+        if origin and origin not in self.origins and not _is_loopback(_hostname(origin)):
             raise WireError("origin_not_allowed", f"pages from {origin[:200]} may not connect; see A2T_ALLOWED_ORIGINS")
         if not self.keys:
-            if not _is_loopback(client):
+            host = headers.get("host")  # a name that somebody else makes point here, or a proxy's
+            if not _is_loopback(client) or (host and not _is_loopback(_hostname(f"//{host}"))):
                 raise WireError("api_key_required", "without A2T_API_KEYS this server answers its own machine only")
             return
         scheme, _, given = headers.get("authorization", "").partition(" ")
         known = [secrets.compare_digest(given.strip().encode(), key.encode()) for key in self.keys]  # never cut short
         if scheme.lower() != "bearer" or not any(known):
             raise WireError("invalid_api_key", "send Authorization: Bearer with one of the server's keys")
+
+
+def _hostname(url: str) -> str | None:
+    try:
+        return urlsplit(url).hostname
+    except ValueError:  # such as http://[
+        return None
 
 
 def _is_loopback(host: str | None) -> bool:

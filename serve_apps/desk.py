@@ -60,7 +60,7 @@ class Desk:
         await ws.accept(subprotocol=dialect.subprotocol if dialect.subprotocol in offered else None)
         async with Wire(ws, self.config.traffic) as wire:
             try:
-                self._admit(ws)
+                self._admit(ws, offered)
             except WireError as refusal:
                 end = SessionEnd(refusal.code, Failure(refusal.code, refusal.message))
                 for frame in dialect.tell(Closed(end)):
@@ -71,9 +71,9 @@ class Desk:
             call = Call(self.placement, self.sessions, self.config)
             await hold(wire, call, dialect, self.config.idle_timeout_s)
 
-    def _admit(self, ws: WebSocket) -> None:
+    def _admit(self, ws: WebSocket, offered: list[str]) -> None:
         """WireError for whoever may not call, or asks for what is not here."""
-        self.config.access.check(ws.client.host if ws.client else None, ws.headers)
+        self.config.access.check(ws.client.host if ws.client else None, with_key(ws.headers, offered))
         if (mode := ws.query_params.get("mode", "audio")) != "audio":
             raise WireError("unsupported_mode", f"mode {mode[:64]!r}: this server hears audio only, mode=audio")
         model = ws.query_params.get("model") or self.config.models[0]

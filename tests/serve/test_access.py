@@ -21,6 +21,16 @@ def test_without_keys_nobody_else_may(client: str | None) -> None:
     assert caught.value.code == "api_key_required"
 
 
+@pytest.mark.parametrize("host", ["localhost:8000", "127.0.0.1", "[::1]:8000"])
+def test_without_keys_this_machine_is_called_by_its_own_names(host: str) -> None:
+    Access().check("127.0.0.1", {"host": host})
+    for other in ("evil.example", "localhost.evil.example", "10.0.0.7:8000", "["):
+        with pytest.raises(WireError) as caught:
+            Access().check("127.0.0.1", {"host": other})
+        assert caught.value.code == "api_key_required"
+        KEYED.check("10.0.0.7", {"host": other, "authorization": "Bearer first-key"})
+
+
 @pytest.mark.parametrize("given", ["Bearer first-key", "bearer second-key", "Bearer  second-key "])
 def test_any_of_the_keys_opens(given: str) -> None:
     KEYED.check("10.0.0.7", {"authorization": given})
@@ -36,7 +46,7 @@ def test_nothing_else_does_not_even_locally(given: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    "origin", ["https://evil.example", "http://app.example", "null", "https://localhost.evil.example"]
+    "origin", ["https://evil.example", "http://app.example", "null", "https://localhost.evil.example", "http://["]
 )
 def test_pages_from_elsewhere_may_not(origin: str) -> None:
     with pytest.raises(WireError) as caught:

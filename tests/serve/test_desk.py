@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any
 
-import httpx
 import numpy as np
 import pytest
-import uvicorn
-from fastapi import FastAPI
 from openbmb_realtime import (
     ErrorEvent,
-    RealtimeClient,
     RealtimeConfig,
     RealtimeError,
     SessionClosed,
@@ -28,77 +23,27 @@ from openbmb_realtime import (
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosedError
 
-from a2t.duplex.conversation import ConversationConfig
 from a2t.duplex.engine import Engine, EngineConfig
 from jobs.demo.call import hold
-from serve_apps.call import GatewayConfig
-from serve_apps.desk import Desk
-from serve_apps.engine_host import EngineHost, HostConfig
-from serve_apps.placement import Fleet, Placement
-from tests.serve.local import Handle, LocalSessions, small_model
-
-MODEL = "random"
+from serve_apps.messages import SessionOptions
+from serve_apps.models import HostConfig, conversation_config
+from tests.serve.endpoint import MODEL, Endpoint, endpoint
+from tests.serve.local import small_model
 
 
 @pytest.fixture
-async def address() -> AsyncIterator[str]:
-    host = EngineHost("engine/local", "node", HostConfig(model="tests.serve.local:small_model", rows=2, capacity=1024))
-
-    async def loads() -> list[Any]:
-        return [await host.load()]
-
-    fleet = Fleet(loads, lambda engine, session: host.reserve(session), lambda engine, session: host.close(session))
-    placement = Placement(fleet, busy_share=1e6)  # by rows alone: this machine may be busy with something else
-    placement.loads = loads  # type: ignore[attr-defined]
-    desk = Desk(Handle(placement), LocalSessions(Handle(host)), GatewayConfig(models=(MODEL,), resume_grace_s=0.5))
-    api = FastAPI()
-    api.websocket("/v1/realtime")(desk.realtime)
-    api.get("/healthz")(desk.health)
-    api.get("/v1/models")(desk.models)
-    api.get("/v1/sessions")(desk.list_sessions)
-    api.get("/v1/sessions/{session_id}")(desk.show_session)
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    server = uvicorn.Server(
-        uvicorn.Config(api, port=port, log_level="warning", lifespan="off", timeout_graceful_shutdown=1)
-    )
-    server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
-    serving = asyncio.create_task(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.01)
-    yield f"http://127.0.0.1:{port}"
-    server.should_exit = True
-    await serving
-    host.stop()
-
-
-def client(address: str) -> RealtimeClient:
-    return RealtimeClient(api_key="unused", base_url=address, connect_timeout=60)
+async def at() -> AsyncIterator[Endpoint]:
+    async with endpoint() as at:
+        yield at
 
 
 def noise(seconds: int) -> np.ndarray:
     return (0.1 * np.random.default_rng(1).standard_normal(seconds * 16_000)).astype(np.float32)
 
 
-async def get(address: str, path: str) -> Any:
-    async with httpx.AsyncClient(timeout=30) as http:
-        return await http.get(address + path)
-
-
-async def settled(address: str, live: int) -> list[dict[str, Any]]:
-    """The sessions, once `live` of them are neither closed nor waiting."""
-    async with asyncio.timeout(30):
-        while True:
-            sessions: list[dict[str, Any]] = (await get(address, "/v1/sessions")).json()["data"]
-            if sum(s["state"] in ("live", "paused") for s in sessions) == live:
-                return sessions
-            await asyncio.sleep(0.1)
-
-
-async def test_a_conversation_by_the_stock_client(address: str) -> None:
+async def test_a_conversation_by_the_stock_client(at: Endpoint) -> None:
     audio = noise(12)
-    talk = await hold(address, MODEL, audio, budget=60, prompt="w1 w2 w3")
+    talk = await hold(at.address, MODEL, audio, budget=60, prompt="w1 w2 w3")
     assert [u["unit"] for u in talk.units] == list(range(12))
     assert sum(u["evicted"] for u in talk.units) > 0
     assert all(u["residents"]["prefix"] == 3 for u in talk.units)
@@ -106,10 +51,10 @@ async def test_a_conversation_by_the_stock_client(address: str) -> None:
     assert spoke, "the random model never spoke: choose another seed"
     assert spoke <= set(talk.speech)
 
-    sessions = await settled(address, 0)
+    sessions = await at.settled(0)
     assert talk.session_id in [s["id"] for s in sessions]
     assert all("transcript" not in s for s in sessions)
-    view = (await get(address, f"/v1/sessions/{talk.session_id}")).json()
+    view = (await at.get(f"/v1/sessions/{talk.session_id}")).json()
     assert (view["state"], view["units"], view["end"]["reason"]) == ("closed", 12, "user_stop")
     assert view["memory"]["residents"] == talk.units[-1]["residents"]
     written = [
@@ -118,7 +63,8 @@ async def test_a_conversation_by_the_stock_client(address: str) -> None:
     assert view["transcript"] == written
 
     engine = Engine(small_model(), rows=1, capacity=1024, config=EngineConfig(side_channel_budget_s=None))
-    conversation = engine.open(ConversationConfig(budget=60, system_prompt="w1 w2 w3"))
+    options = SessionOptions(budget=60, system_prompt="w1 w2 w3")
+    conversation = engine.open(conversation_config(small_model(), HostConfig(), options))
     engine.push(conversation, audio)
     for (_, result, stats), unit in zip(engine.run(), talk.units, strict=True):
         assert unit["transcript"] == result.transcript_text.strip()
@@ -126,8 +72,8 @@ async def test_a_conversation_by_the_stock_client(address: str) -> None:
         assert unit["resident_total"] == stats.total_residents
 
 
-async def test_interrupting_pausing_and_closing(address: str) -> None:
-    session = await client(address).audio.connect(model=MODEL)
+async def test_interrupting_pausing_and_closing(at: Endpoint) -> None:
+    session = await at.client().audio.connect(model=MODEL)
     second = noise(1).tobytes()
     for _ in range(3):
         session.interrupt()  # the next input carries force_listen
@@ -143,18 +89,18 @@ async def test_interrupting_pausing_and_closing(address: str) -> None:
                 break
     assert sum(isinstance(e, TurnCompleted) for e in seen) >= 3  # one with each listening unit
     await session.close("enough")
-    view = (await get(address, f"/v1/sessions/{session.id}")).json()
+    view = (await at.get(f"/v1/sessions/{session.id}")).json()
     assert (view["units"], view["end"]["reason"]) == (3, "enough")
     assert session.usage is not None
     assert session.usage.prompt_tokens == 2 + 3 * 10  # the default prompt and ten embeddings a unit
 
 
-async def test_who_finds_no_row_waits_in_line(address: str) -> None:
-    first, second = await asyncio.gather(*(client(address).audio.connect(model=MODEL) for _ in range(2)))
-    third = asyncio.create_task(client(address).audio.connect(model=MODEL))
-    fourth = asyncio.create_task(client(address).audio.connect(model=MODEL))
+async def test_who_finds_no_row_waits_in_line(at: Endpoint) -> None:
+    first, second = await asyncio.gather(*(at.client().audio.connect(model=MODEL) for _ in range(2)))
+    third = asyncio.create_task(at.client().audio.connect(model=MODEL))
+    fourth = asyncio.create_task(at.client().audio.connect(model=MODEL))
     async with asyncio.timeout(30):
-        while len(waiting := [s for s in (await settled(address, 2)) if s["state"] == "queued"]) < 2:
+        while len(waiting := [s for s in (await at.settled(2)) if s["state"] == "queued"]) < 2:
             await asyncio.sleep(0.1)
     assert not third.done()
     assert not fourth.done()
@@ -181,10 +127,9 @@ async def test_who_finds_no_row_waits_in_line(address: str) -> None:
         (['{"type": "session.init", "payload": {"system_prompt": "no such words"}}'], "invalid_config"),
     ],
 )
-async def test_garbage_ends_that_session_alone_with_a_typed_error(address: str, frames: list[str], code: str) -> None:
-    url = f"{address.replace('http', 'ws')}/v1/realtime?mode=audio&model={MODEL}"
-    other = await client(address).audio.connect(model=MODEL)
-    async with asyncio.timeout(30), connect(url, subprotocols=["map.realtime"]) as socket:  # type: ignore[list-item]
+async def test_garbage_ends_that_session_alone_with_a_typed_error(at: Endpoint, frames: list[str], code: str) -> None:
+    other = await at.client().audio.connect(model=MODEL)
+    async with asyncio.timeout(30), connect(at.socket, subprotocols=["map.realtime"]) as socket:  # type: ignore[list-item]
         assert socket.subprotocol == "map.realtime"
         for frame in frames:
             await socket.send(frame)
@@ -194,7 +139,7 @@ async def test_garbage_ends_that_session_alone_with_a_typed_error(address: str, 
                 events.append(json.loads(await socket.recv()))
         assert socket.close_code == 1008
     assert (events[-1]["type"], events[-1]["error"]["code"]) == ("error", code)
-    await settled(address, 1)  # its row is free again, the other one goes on
+    await at.settled(1)  # its row is free again, the other one goes on
     await other.send_audio(noise(1).tobytes())
     async with asyncio.timeout(30):
         async for event in other:
@@ -204,30 +149,30 @@ async def test_garbage_ends_that_session_alone_with_a_typed_error(address: str, 
     await other.close()
 
 
-async def test_refusals_before_a_session(address: str) -> None:
+async def test_refusals_before_a_session(at: Endpoint) -> None:
     with pytest.raises(RealtimeError) as caught:
-        await client(address).audio.connect(model="another")
+        await at.client().audio.connect(model="another")
     assert caught.value.code == "model_not_found"
     with pytest.raises(RealtimeError) as caught:
-        await client(address).video.connect(model=MODEL)
+        await at.client().video.connect(model=MODEL)
     assert caught.value.code == "unsupported_mode"
-    missing = await get(address, "/v1/sessions/none")
+    missing = await at.get("/v1/sessions/none")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "session_not_found")
 
 
-async def test_a_client_that_vanishes_leaves_nothing(address: str) -> None:
-    session = await client(address).audio.connect(model=MODEL, config=RealtimeConfig(tts_enabled=False))
+async def test_a_client_that_vanishes_leaves_nothing(at: Endpoint) -> None:
+    session = await at.client().audio.connect(model=MODEL, config=RealtimeConfig(tts_enabled=False))
     await session.send_audio(noise(1).tobytes())
     transport = session._socket.transport  # type: ignore[attr-defined]
     transport.abort()  # no close frame, no goodbye
-    sessions = await settled(address, 0)
+    sessions = await at.settled(0)
     (mine,) = [s for s in sessions if s["id"] == session.id]
     assert mine["end"]["reason"] == "client_gone"
-    health = (await get(address, "/healthz")).json()
+    health = (await at.get("/healthz")).json()
     assert health["status"] == "ok"
     assert [e["free"] for e in health["engines"]] == [2]
 
 
-async def test_rest_views(address: str) -> None:
-    models = (await get(address, "/v1/models")).json()
+async def test_rest_views(at: Endpoint) -> None:
+    models = (await at.get("/v1/models")).json()
     assert [m["id"] for m in models["data"]] == [MODEL]
