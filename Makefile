@@ -9,7 +9,7 @@ ARGS   ?=
 OUT    ?= out/bench-serve
 
 .DEFAULT_GOAL := help
-.PHONY: help setup clients demo monitoring test lint eval bench-serve clean
+.PHONY: help setup clients demo monitoring test lint eval bench-serve bench-train clean
 
 help:
 	@echo "make setup   make .venv and install a2t there, every package at the version in constraints.txt"
@@ -20,6 +20,7 @@ help:
 	@echo "make lint    set up, then ruff and mypy"
 	@echo "make eval    set up, then measure the embedded default into out/    (options: ARGS='--sessions 2')"
 	@echo "make bench-serve  set up, then measure the engine into out/bench-serve   (options: OUT=DIR ARGS='--quick')"
+	@echo "make bench-train  set up, then measure a training step into out/bench-train (options: OUT=DIR ARGS='--sizes tiny')"
 	@echo "make clean   remove .venv and the tools' caches"
 	@echo "Another interpreter than python3: make setup PYTHON=python3.12"
 
@@ -77,6 +78,11 @@ eval: $(STAMP)
 bench-serve: $(STAMP)
 	@echo "a2t: measuring the engine into $(OUT)"
 	@$(BIN)/python -m jobs.bench_serve --out $(OUT) $(ARGS)
+
+bench-train: OUT = out/bench-train
+bench-train: $(STAMP)
+	@echo "a2t: measuring a training step"
+	@$(BIN)/python -m jobs.bench_train --out $(OUT) $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(CLIENTS) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -111,7 +111,7 @@ def validation(job: dict[str, Any]) -> Any:
     return validate
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jobs.distill", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -131,6 +131,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--validate", help="manifest of held-out rows: word errors and takeover at each epoch's end")
     parser.add_argument("--validate-rows", type=int, help="only so many of them")
     parser.add_argument("--budget", type=int, default=4000, help="the KV budget of validation")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = options()
     args = parse(parser, argv, required=["data", "out"])
     if args.zero and not args.workers.most:
         parser.error("--zero shards over workers: --workers of at least 1")

@@ -1,8 +1,15 @@
 """The two training jobs on Ray Train: what they write is what the library alone computes; they go on, they refuse."""
 
 import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from peft import PeftModel
@@ -11,15 +18,17 @@ from safetensors.torch import load_file
 from a2t.audio.files import write_wav
 from a2t.data.manifest import Manifest, Row, Word
 from a2t.distill.config import PRESETS, with_overrides
+from a2t.distill.corpus import Joined
 from a2t.distill.recorded import open_recorded
+from a2t.distill.teacher import TeacherStore, model_hash, teach
 from a2t.distill.train import distill
 from a2t.duplex.protocol import SpecialTokens
 from a2t.models.tiny import load_modules, random_tiny, save_modules
 from jobs import distill as distill_job
 from jobs import precompute_teacher
 
-SETTINGS = {"join_units": 5, "epochs": 1, "step_units": 6, "lora": {"rank": 2}}
-SET = ["--set", "join_units=5", "--set", "epochs=1", "--set", "step_units=6", "--set", "lora.rank=2"]
+SETTINGS = {"join_units": 5, "epochs": 2, "step_units": 3, "lora": {"rank": 2}, "autocast": None}
+SET = [f"--set={x}" for x in ("join_units=5", "epochs=2", "step_units=3", "lora.rank=2", "autocast=null")]
 
 
 @pytest.fixture(scope="module")
@@ -38,36 +47,109 @@ def world(tmp_path_factory):
     return folder
 
 
-def test_the_two_jobs_end_to_end(world, tmp_path, ray_cluster, capfd):
-    data, out = tmp_path / "data", tmp_path / "run"
-    precompute = ["--model", str(world / "model"), "--manifest", str(world / "manifest.jsonl"), "--out", str(data)]
-    precompute += ["--preset", "embedded", "--workers", "0", "--part-rows", "4", "--shard-examples", "2", *SET]
-    assert precompute_teacher.main(precompute) == 0
-    printed = capfd.readouterr().out
-    assert "corpus: 6 utterances" in printed and "bytes an event" in printed
-    assert json.loads((data / "teacher" / "manifest.json").read_text())["examples"] >= 2
+def precompute_options(world, out):
+    options = ["--model", str(world / "model"), "--manifest", str(world / "manifest.jsonl"), "--out", str(out)]
+    return [*options, "--preset", "embedded", "--workers", "0", "--part-rows", "1", "--shard-examples", "1", *SET]
 
-    train = ["--model", str(world / "model"), "--data", str(data), "--out", str(out), "--preset", "embedded", *SET]
-    assert distill_job.main([*train, "--workers", "2"]) == 0
+
+@pytest.fixture(scope="module")
+def data(world, tmp_path_factory):
+    """What the teacher's job leaves, after it was killed twice: once among the parts, once among the shards."""
+    out = tmp_path_factory.mktemp("data")
+    command = [sys.executable, "-m", "jobs.precompute_teacher", *precompute_options(world, out)]
+    seen: dict[Path, int] = {}
+    for pattern in ("corpus/part-*/corpus.json", "teacher/shard-*.json"):
+        job = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        wait_for(lambda pattern=pattern, job=job: list(out.glob(pattern)) or job.poll() is not None)
+        job.kill()
+        assert job.wait() == -signal.SIGKILL, "killed before it was through"
+        assert not (out / "teacher" / "manifest.json").exists()
+        for path, stamp in seen.items():
+            assert path.stat().st_mtime_ns == stamp, f"{path} was made again"
+        seen = {p: p.stat().st_mtime_ns for p in whole_files(out)}
+    assert precompute_teacher.main(precompute_options(world, out)) == 0
+    for path, stamp in seen.items():
+        assert path.stat().st_mtime_ns == stamp, f"{path} was made again"
+    return out
+
+
+def whole_files(out):
+    """Everything of the parts and shards that are finished."""
+    parts = [p.parent for p in out.glob("corpus/part-*/corpus.json") if p.parent.suffix != ".part"]
+    shards = [s for side in out.glob("teacher/shard-*.json") for s in (side, side.with_suffix(".safetensors"))]
+    return [p for part in parts for p in part.iterdir()] + shards
+
+
+def wait_for(condition, seconds=240):
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+    return found
+
+
+def test_a_killed_teacher_goes_on_and_nothing_is_missing_or_doubled(world, data):
+    manifest = json.loads((data / "teacher" / "manifest.json").read_text())
+    corpus = Joined(open_recorded(data / "corpus"), with_overrides(PRESETS["embedded"], SETTINGS))
+    sides = [json.loads(p.read_text()) for p in sorted(data.glob("teacher/shard-*.json"))]
+    assert [i for side in sides for i in side["ids"]] == corpus.ids
+    assert manifest["examples"] == len(corpus) and len(manifest["shards"]) == len(sides) == len(corpus)
+    assert manifest["code_version"] and manifest["model"] == "a2t-embedded"
     modules, tokenizer = load_modules(world / "model")
-    alone = distill(
-        modules.llm,
-        SpecialTokens.from_lookup(tokenizer.token_id),
-        open_recorded(data / "corpus"),
-        tmp_path / "alone",
-        with_overrides(PRESETS["embedded"], SETTINGS),
-        teacher=data / "teacher",
-    )
-    a, b = (load_file(f / "adapter_model.safetensors") for f in (out / "adapter", alone))
+    tokens = SpecialTokens.from_lookup(tokenizer.token_id)
+    store = TeacherStore(data / "teacher", model_hash(modules.llm, tokens))
+    store.verify()
+    for n in range(len(corpus)):
+        [taught] = teach(modules.llm, tokens, [corpus[n]])
+        assert torch.equal(store.hidden(corpus[n]), taught.hidden_ED)
+
+
+def workers_below():
+    """Ray Train's worker processes of this test run."""
+    found = psutil.Process().children(recursive=True)
+    return [p for p in found if p.is_running() and "RayTrainWorker" in " ".join(p.cmdline())]
+
+
+def test_a_killed_worker_changes_neither_the_curve_nor_the_adapter(world, data, tmp_path, ray_cluster, capfd):
+    out = tmp_path / "run"
+    train = ["--model", str(world / "model"), "--data", str(data), "--out", str(out), "--preset", "embedded", *SET]
+    train += ["--workers", "1:2", "--checkpoint-seconds", "0", "--validate", str(world / "manifest.jsonl")]
+    killed = []
+
+    def kill():
+        log = out / "log.jsonl"
+        wait_for(lambda: log.is_file() and len(log.read_text().splitlines()) >= 3)
+        victim = workers_below()[-1]
+        victim.kill()
+        killed.append(victim.pid)
+
+    killer = threading.Thread(target=kill, daemon=True)
+    killer.start()
+    assert distill_job.main([*train, "--validate-rows", "2"]) == 0
+    killer.join()
+    assert killed
+    printed = capfd.readouterr().out
+    assert "tensorboard --logdir" in printed and "goes on where this one stopped" in printed
+    modules, tokenizer = load_modules(world / "model")
+    settings = with_overrides(PRESETS["embedded"], SETTINGS)
+    tokens = SpecialTokens.from_lookup(tokenizer.token_id)
+    corpus, store = open_recorded(data / "corpus"), data / "teacher"
+    distill(modules.llm, tokens, corpus, tmp_path / "alone", settings, teacher=store)
+    alone = tmp_path / "alone"
+    a, b = (load_file(f / "adapter" / "adapter_model.safetensors") for f in (out, alone))
     assert a.keys() == b.keys()
     for name in a:
         torch.testing.assert_close(a[name], b[name], rtol=0, atol=2e-4)  # float32, summed in another order
     base, _ = load_modules(world / "model")
     PeftModel.from_pretrained(base.llm, str(out / "adapter"))
-    logs = [[json.loads(x) for x in (f / "log.jsonl").read_text().splitlines()] for f in (out, tmp_path / "alone")]
-    assert [x["step"] for x in logs[0]] == [x["step"] for x in logs[1]]
+    logs = [[json.loads(x) for x in (f / "log.jsonl").read_text().splitlines()] for f in (out, alone)]
+    assert [x["step"] for x in logs[0]] == [x["step"] for x in logs[1]] == list(range(1, len(logs[0]) + 1))
     assert [x["loss"] for x in logs[0]] == pytest.approx([x["loss"] for x in logs[1]], rel=1e-4)
     assert list((out / "tensorboard").iterdir())
+    epochs = [json.loads(x) for x in (out / "validation.jsonl").read_text().splitlines()]
+    assert [x["epoch"] for x in epochs] == list(range(settings.epochs)) and all("wer" in x for x in epochs)
+    best = json.loads((out / "best" / "validation.json").read_text())
+    assert best["score"] == min(x["score"] for x in epochs)
 
 
 def test_bad_options_end_with_a_message(world, tmp_path, capsys):
@@ -80,7 +162,9 @@ def test_bad_options_end_with_a_message(world, tmp_path, capsys):
         (distill_job.main, ["--set", "epoch=3"], "no setting 'epoch'"),
         (distill_job.main, ["--set", "epochs"], "NAME=VALUE is needed"),
         (distill_job.main, ["--config", str(yaml)], "there is no option 'epoch'"),
-        (distill_job.main, ["--workers", "-1", "--out", "x", "--data", "y"], "at least 0"),
+        (distill_job.main, ["--workers", "2:1", "--out", "x", "--data", "y"], "nor MIN:MAX"),
+        (distill_job.main, ["--workers", "0", "--zero", "3", "--out", "x", "--data", "y"], "--workers of at least 1"),
+        (distill_job.main, ["--out", "x", "--data", "nowhere://y"], "nowhere://y cannot be opened"),
     ]:
         with pytest.raises(SystemExit) as end:
             main(argv)
@@ -101,10 +185,12 @@ def test_yaml_gives_defaults_and_the_command_line_wins(tmp_path):
     from jobs._training import add_arguments, config_of, parse, plain
 
     yaml = tmp_path / "job.yaml"
-    yaml.write_text("out: there\nworkers: 3\npreset: paper\nsettings:\n  epochs: 5\n  eviction: {high: 100, low: 7}\n")
+    options = "out: there\nworkers: '3:4'\npreset: paper\n"  # without the quotes YAML reads a number of minutes
+    yaml.write_text(options + "settings:\n  epochs: 5\n  eviction: {high: 100, low: 7}\n")
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    args = parse(parser, ["--config", str(yaml), "--workers", "4", "--set", "eviction.high=200"], ["out"])
-    assert (args.out, args.workers, args.settings.epochs, args.settings.learning_rate) == ("there", 4, 5, 1e-4)
+    args = parse(parser, ["--config", str(yaml), "--threads", "2", "--set", "eviction.high=200"], ["out"])
+    assert (args.out, args.workers.asked) == ("there", (3, 4))
+    assert (args.settings.epochs, args.settings.learning_rate) == (5, 1e-4)
     assert (args.settings.eviction.high, args.settings.eviction.low) == (200, 7)
     assert config_of(json.loads(json.dumps(plain(args)))["settings"]) == args.settings
