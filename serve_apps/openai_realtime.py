@@ -44,7 +44,8 @@ from serve_apps.events import (
 from serve_apps.limits import WireError
 from serve_apps.messages import SAMPLE_RATE_IN, SessionOptions
 from serve_apps.openai_audio import Ears, Voice
-from serve_apps.openai_events import Talk, message
+from serve_apps.openai_events import Talk
+from serve_apps.openai_items import message
 from serve_apps.openai_session import Settings
 
 log = logging.getLogger("ray.serve")

@@ -303,7 +303,7 @@ fields = st.dictionaries(names, st.dictionaries(names, json_values, max_size=3) 
 near_events = st.builds(lambda kind, rest: {**rest, "type": kind}, st.sampled_from(sorted(HANDLERS)), fields)
 
 
-@settings(max_examples=100)
+@settings(max_examples=40)
 @given(
     st.lists(st.binary(max_size=60) | st.text(max_size=60) | (json_values | near_events).map(json.dumps), max_size=4)
 )
