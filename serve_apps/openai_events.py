@@ -252,7 +252,8 @@ class Talk:
     def _response(self, answer: Answer, status: str, reason: str | None = None) -> Frame:
         over = status != "in_progress"
         kind = "audio" if answer.spoken else "text"
-        tokens, usage = self._tokens, None
+        tokens = self._tokens
+        usage: Fields | None = None
         if over:
             self._tokens = [0, 0]
             usage = {
