@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -30,8 +31,8 @@ _LINE = re.compile(r'(\S+) "([^"]*)" "([^"]*)"\s*')
 
 @dataclass(frozen=True)
 class AlignmentFiles:
-    """What lies below a place. `textgrids`: by utterance; `condensed`: by chapter; `rows`: (file, row group) by
-    utterance."""
+    """What lies below a place. `textgrids`: by path below it, or, once chosen for a part, by utterance; `condensed`: by
+    chapter; `rows`: (file, row group) by utterance."""
 
     place: Place
     textgrids: dict[str, str] = field(default_factory=dict)
@@ -45,7 +46,7 @@ class AlignmentFiles:
         for path in files_below(place):
             name = PurePosixPath(path).name
             if name.lower().endswith(".textgrid"):
-                found.textgrids[name[: -len(".textgrid")]] = path
+                found.textgrids[path[len(place.path) : -len(".textgrid")].strip("/")] = path
             elif name.endswith(".alignment.txt"):
                 found.condensed[name.removesuffix(".alignment.txt")] = path
             elif name.endswith(".parquet"):
@@ -55,19 +56,27 @@ class AlignmentFiles:
         return found
 
     def of(self, ids: Iterable[str]) -> AlignmentFiles:
-        """Only what these utterances need."""
+        """Only what these utterances need. A TextGrid belongs to the utterance of its name, or, where utterances are
+        named by their own paths, of its path."""
         ids = list(ids)
+        grids = {i: self.textgrids.get(i) if "/" in i else self._by_name.get(i) for i in ids}
         chapters = {_chapter(i) for i in ids}
         return AlignmentFiles(
             self.place,
-            {i: self.textgrids[i] for i in ids if i in self.textgrids},
+            {i: path for i, path in grids.items() if path},
             {c: self.condensed[c] for c in sorted(chapters) if c in self.condensed},
             {i: self.rows[i] for i in ids if i in self.rows},
         )
 
+    @cached_property
+    def _by_name(self) -> dict[str, str]:
+        return {PurePosixPath(below).name: path for below, path in self.textgrids.items()}
+
     def unused(self, ids: set[str]) -> Iterator[str]:
         """Utterances, and chapters of condensed files, that the corpus lacks."""
-        yield from sorted(i for i in {*self.textgrids, *self.rows} if i not in ids)
+        used = set(self.of(ids).textgrids.values())
+        yield from sorted(PurePosixPath(below).name for below, path in self.textgrids.items() if path not in used)
+        yield from sorted(set(self.rows) - ids)
         yield from sorted(set(self.condensed) - {_chapter(i) for i in ids})
 
     def load(self) -> Loaded:

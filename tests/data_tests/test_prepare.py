@@ -109,6 +109,23 @@ def test_a_folder_of_audio_and_text_aligned_here(expected, tmp_path):
     assert prepare(corpus, None, tmp_path / "again", split="mine")[0] == rows
 
 
+def test_a_folder_of_audio_and_text_with_textgrids_of_the_same_paths(expected, tmp_path):
+    for row, speaker in zip(expected, ("alice", "bob", "bob"), strict=True):
+        name = f"{speaker}/{'1' if row.id != '26-495-0000' else '2'}"
+        for folder, suffix, data in [
+            ("corpus", "flac", Path(row.audio).read_bytes()),
+            ("corpus", "txt", " ".join(w.word for w in row.words).encode()),
+            ("grids", "TextGrid", next(TEXTGRIDS.rglob(f"{row.id}.TextGrid")).read_bytes()),
+        ]:
+            path = tmp_path / folder / f"{name}.{suffix}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+    (tmp_path / "grids/bob/2.TextGrid").rename(tmp_path / "grids/2.TextGrid")  # nobody's
+    rows, report = prepare(tmp_path / "corpus", tmp_path / "grids", tmp_path / "out")
+    assert [(r.id, r.words) for r in rows] == [("alice/1", expected[0].words), ("bob/1", expected[1].words)]
+    assert counts(report) == {"no alignment": 1, "unknown word": 1, "unused alignment": 1}
+
+
 def test_everything_wrong_is_counted_and_nothing_is_lost(tmp_path):
     corpus, grids = tmp_path / "corpus", tmp_path / "grids"
     shutil.copytree(CORPUS, corpus)
