@@ -40,7 +40,7 @@ def streamed(model, config, conversations, units, piece=10):
 
 def test_greedy_output_is_the_same_with_and_without_drafts_over_10_000_units():
     """Every unit's tokens; a draft that was taken back and left a trace in the cache would change what comes after."""
-    model = StubModel(6, bias=BIAS | {"<|listen|>": 9.0, "<|turn_eos|>": 6.5})
+    model = StubModel(6, bias=BIAS | {"<|listen|>": 9.0, "<|turn_eos|>": 6.5, "<|asr_start|>": 9.5, "<|asr_end|>": 6.0})
     both = [
         streamed(model, lambda n, draft=draft: _kind(n, draft=draft), conversations=50, units=200)
         for draft in (True, False)
@@ -50,7 +50,7 @@ def test_greedy_output_is_the_same_with_and_without_drafts_over_10_000_units():
     units = [tokens for told in plain.values() for tokens, *_ in told]
     listened, opened = (sum(f(u) for u in units) for f in (lambda u: len(u.native) == 1, lambda u: bool(u.segment)))
     assert 1000 < listened < 9500 and opened > 500, "there was much to get wrong"
-    assert few < 0.8 * more
+    assert few < 0.9 * more
 
 
 def _kind(n, **duplex):
@@ -143,7 +143,7 @@ def test_four_hours_stay_within_the_budget_and_the_journal_keeps_every_word():
     budget, hours, most = 400, 4, []
 
     def words(unit):
-        return [] if unit % 3 == 0 else [20 + (unit * 7 + n) % 20 for n in range(3)]
+        return [20 + (unit * 7 + n) % 20 for n in range(3)] if unit % 3 == 1 else []
 
     def observe(conversation, feed, positions, h_TD):
         largest = budget + 1 + AUDIO + 1 + 5 + 4  # a unit's positions: the longest there is here
