@@ -43,6 +43,8 @@ class ZeroOptimizer(Optimizer):
             "zero_allow_untested_optimizer": True,
             "steps_per_print": 2**31,
         }
+        if stage == 3:  # done here and not within `initialize`, which refuses float64
+            deepspeed.zero.Init(module=student, config_dict_or_path=settings, dtype=torch.float32)
         self.engine, self.sharded, *_ = deepspeed.initialize(
             model=student, optimizer=adam, config=settings, dist_init_required=False
         )

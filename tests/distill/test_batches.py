@@ -1,5 +1,7 @@
 """Steps cover an epoch once, forwards keep to their size, workers keep in step."""
 
+import random
+
 import pytest
 import torch
 from hypothesis import given
@@ -37,6 +39,23 @@ def test_workers_share_a_step(units, workers, micro):
     assert all(len(f) <= 1 or sum(units[i] for i in f) <= micro for w in split for f in w)
     loads = [sum(units[i] for f in w for i in f) for w in split]
     assert max(loads) - min(loads) <= max(units)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4, 8])
+def test_less_than_a_tenth_is_padding(workers):
+    """Nothing is padded inside a forward; what is left is workers that wait for the one with most to do. Utterances
+    are as long as LibriSpeech's."""
+    rng = random.Random(0)
+    units = [max(2, round(min(24.0, rng.gauss(12.5, 3.6)))) for _ in range(4000)]
+
+    def waiting(steps):
+        done = waited = 0
+        for step in steps:
+            loads = [sum(units[i] for f in w for i in f) for w in split_step(step, units.__getitem__, workers, 64)]
+            done, waited = done + sum(loads), waited + max(loads) * workers
+        return 1 - done / waited
+
+    assert waiting(plan_epoch(units, DistillConfig(), 0)) < 0.1
 
 
 def test_a_cached_corpus_reads_back(tmp_path):
