@@ -59,8 +59,8 @@ class RaySessionActor(SessionActor):
         super().__init__(session_id, RayEngines(namespace), engine_name, limits, self._leave, SessionGauges(session_id))
         self._app = app
 
-    def view(self) -> View:
-        view = super().view()
+    def _view(self) -> View:
+        view = super()._view()
         view["memory"]["host_uss_bytes"] = own_memory()
         return view
 

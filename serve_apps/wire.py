@@ -7,6 +7,7 @@ import json
 import time
 from collections import deque
 from contextlib import suppress
+from typing import Any
 
 from fastapi import WebSocket, WebSocketDisconnect
 
@@ -52,8 +53,9 @@ class Wire:
         """The client's next frame. Raises Hangup, WireError, or TimeoutError after `timeout` seconds."""
         if self._inbox.empty():
             getter = asyncio.create_task(self._inbox.get())
+            either: set[asyncio.Future[Any]] = {getter, self._ended}
             try:
-                await asyncio.wait({getter, self._ended}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(either, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
                 if getter.done():
                     return getter.result()
             finally:
