@@ -7,8 +7,9 @@ from typing import Any
 from fastapi import WebSocket
 from fastapi.responses import JSONResponse
 
-from serve_apps.call import Call, GatewayConfig, Sessions, hold
+from serve_apps.call import Call, GatewayConfig, Sessions
 from serve_apps.events import Closed
+from serve_apps.hold import hold
 from serve_apps.limits import WireError
 from serve_apps.messages import Failure, SessionEnd
 from serve_apps.openai_duplex import Kept, openai_dialect

@@ -16,8 +16,9 @@ from openbmb_realtime.types import RealtimeConnectOptions
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
-from serve_apps import call as calls
-from serve_apps.call import Call, hold
+from serve_apps import hold as holds
+from serve_apps.call import Call
+from serve_apps.hold import hold
 from serve_apps.limits import Traffic
 from serve_apps.realtime import Realtime
 from serve_apps.wire import Wire
@@ -102,7 +103,7 @@ async def goes_on(session: Any) -> None:
 
 async def nothing_left(at: Endpoint) -> None:
     async with asyncio.timeout(60):
-        while calls._leaving:
+        while holds._leaving:
             await asyncio.sleep(0.01)
     health = (await at.get("/healthz")).json()
     assert [e["free"] for e in health["engines"]] == [at.host._config.rows]
