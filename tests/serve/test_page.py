@@ -33,6 +33,7 @@ one_loop = pytest.mark.asyncio(loop_scope="module")
 CHROMIUM = os.environ.get("A2T_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
 SHOTS = Path(__file__).parents[2] / "out" / "page"
 PATIENCE_MS = 120_000  # this machine may be busy with something else
+expect.set_options(timeout=PATIENCE_MS)  # 5 s by default
 BUDGET = 120
 SENTENCE = "please tell me a story about a garden"
 KINDS = ["prefix", "transcript", "response", "audio", "structure"]
@@ -128,11 +129,11 @@ async def test_talking_by_microphone(browser: Browser, server: Endpoint) -> None
         while await page.evaluate("document.activeElement.id") != "talk":  # by keyboard alone
             await page.keyboard.press("Shift+Tab")
         await page.keyboard.press("Enter")
-        await expect(page.locator("#status")).to_have_text(re.compile("Listening|Speaking"), timeout=PATIENCE_MS)
+        await expect(page.locator("#status")).to_have_text(re.compile("Listening|Speaking"))
 
         await settle(page, "document.querySelector('.hears')?.textContent.includes('story')")
         await sounds(page)
-        await expect(page.locator(".says").first).to_be_visible(timeout=PATIENCE_MS)
+        await expect(page.locator(".says").first).to_be_visible()
         evicted = "Number(document.getElementById('count-evicted').value.replace(',', ''))"
         await settle(page, f"{evicted} > 20")
         drawn = await page.evaluate(  # at once: they are drawn anew every second
