@@ -85,8 +85,8 @@ class Batcher:
 
     def settle(self, conversation: Conversation) -> None:
         """Feeds what is held over from its last unit alone; otherwise the next feed begins with it."""
-        if conversation.held is not None:
-            c, now = conversation, self.clock()
+        c, now = conversation, self.clock()
+        if c.held is not None:
             alone = Task(c.row, c.ledger, _nothing(), lambda _value, _task: None, c, now, now)
             alone.feed = Feed([], [], c.held.unit)
             for fed in self._forward([alone]):
