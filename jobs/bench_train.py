@@ -244,7 +244,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--child", nargs=2, metavar=("SIZE", "WAY"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.child:
-        print(json.dumps(measure(*args.child, steps=args.steps)))
+        size, way = args.child
+        print(json.dumps(measure(size, way, args.steps)))
         return 0
     names = args.sizes.split(",")
     if unknown := [n for n in names if n not in SIZES]:

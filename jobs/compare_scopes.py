@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from a2t.distill.place import Place, absolute
 from jobs import distill as distill_job
@@ -61,7 +61,7 @@ def divergence(args: argparse.Namespace, adapter: Path, settings: Any) -> float:
     model, language = load_base(args.model, args.gpu)
     tokens = SpecialTokens.from_lookup(model.tokenizer.token_id)
     rows = Manifest.read(args.validate)[: args.validate_rows]
-    native = "manifest" if all(row.native is not None for row in rows) else "record"
+    native: Literal["manifest", "record"] = "manifest" if all(row.native is not None for row in rows) else "record"
     pairs = [pair(tokens, e) for e in record(model, args.validate, rows, native, settings.delta, None)]
     student = Student(language, tokens, replace(settings, autocast=None))
     continue_adapter(student.peft, adapter)

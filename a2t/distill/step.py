@@ -117,6 +117,7 @@ class Student(nn.Module):
         """The batch's part of the step's loss (a scalar) and of its four terms [4]; `counts` are the whole step's."""
         teacher_ED = batch.teacher_ED
         if teacher_ED is None:
+            assert batch.teacher is not None
             teacher_ED = self.teacher_hidden(batch.teacher)[batch.teacher_at_E]
         hidden_ND = self.hidden(batch.student)[batch.at_N]
         output_VD = self._output.get_base_layer().weight
@@ -185,7 +186,7 @@ def train_step(optimizer: Optimizer, forwards: Iterable[Callable[[], tuple[Batch
     summed = sum_over_workers([local.targets, *local.groups])
     counts = Counts(round(summed[0]), tuple(round(x) for x in summed[1:]))
     loss_sum, term_sum, positions, units = 0.0, torch.zeros(len(TERMS), dtype=torch.float64), 0, 0
-    device = optimizer.student.device
+    device = next(iter(optimizer.named.values())).device
     pending = list(forwards)
     for n, make in enumerate(pending):
         batch, real = make()

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers import Qwen3ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
-from a2t.pretrain.samples import COLOUR_INDEX, KEYS, Sample
+from a2t.pretrain.sample import Sample
+from a2t.pretrain.samples import COLOUR_INDEX, KEYS
 
 BIND_LAYER, GUIDE_LAYER, HEADS = 1, 3, 2
 

@@ -18,7 +18,8 @@ from a2t.models.tiny import TinyModules
 from a2t.pretrain.features import Corpus
 from a2t.pretrain.guidance import Guidance, Watch
 from a2t.pretrain.loop import Schedule, Workers, run_phase
-from a2t.pretrain.samples import CLASSES, Sample, Sampler
+from a2t.pretrain.sample import Sample
+from a2t.pretrain.samples import CLASSES, Sampler
 
 GUIDANCE_WEIGHT = 0.3
 REPEATS = 0.15

@@ -7,7 +7,7 @@ offset up to `MAX_POSITION`: at inference they run on past everything that was e
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -17,36 +17,15 @@ from a2t.data import world
 from a2t.data.conversation import Plan, converse, imagined_speech
 from a2t.data.manifest import Row
 from a2t.duplex.protocol import AUDIO_ID, Layout, SpecialTokens, UnitTokens, lay_out, text_question_layout
-from a2t.kv.kinds import Kind
 from a2t.models.tiny import WordTokenizer
 from a2t.pretrain.features import word_ends, word_frames
+from a2t.pretrain.sample import MAX_POSITION, Sample, stretch, thin
 
-MAX_POSITION = 13_000
 KEYS = [*world.THINGS, *world.PEOPLE, *world.EVENTS]
 KEY_INDEX = {k: i for i, k in enumerate(KEYS)}
 COLOUR_INDEX = {c: i + 1 for i, c in enumerate(world.COLOURS)}
 CLASSES = ("none", "listen", "speak", "thing", "colour", "person", "event", "order", "response", "end", "transcript")
 LISTEN_WEIGHT, VALUE_WEIGHT, REPEAT_WEIGHT = 0.3, 2.0, 0.5
-
-
-@dataclass
-class Sample:
-    """One sequence of T positions. `audio_T` is the index of the audio embedding, -1 where `ids_T` is a token."""
-
-    ids_T: np.ndarray
-    audio_T: np.ndarray
-    positions_T: np.ndarray
-    targets_T: np.ndarray  # -1: not predicted
-    weights_T: np.ndarray
-    classes_T: np.ndarray
-    bind: list[tuple[int, int, int]] = field(default_factory=list)  # position, key, colour
-    guide: list[tuple[int, list[int]]] = field(
-        default_factory=list
-    )  # answering position, positions of the fact's value
-    row: int = -1
-
-    def __len__(self) -> int:
-        return len(self.ids_T)
 
 
 class Sampler:
@@ -139,7 +118,7 @@ class Sampler:
         audio = np.array(layout.audio_index)
         audio[audio >= 0] += first * PER_UNIT
         sample = Sample(np.array(layout.ids), audio, np.arange(len(layout)), targets, weights, classes)
-        sample = _thin(rng, sample, drop, blank)
+        sample = thin(rng, sample, drop, blank)
         sample = self._ask_to_repeat(sample, words)
         if rng.random() < 0.5:
             sample.positions_T = sample.positions_T + rng.randint(0, MAX_POSITION - int(sample.positions_T[-1]))
@@ -192,13 +171,13 @@ class Sampler:
     ) -> Sample:
         """A whole session, native tokens only. `blank` frames are left out with probability `drop`, positions stay."""
         layout = self.layout(row)
-        positions = _stretch(rng, layout) if offset else np.arange(len(layout))
+        positions = stretch(rng, layout) if offset else np.arange(len(layout))
         targets, weights, classes = self._targets(row, layout)
         bind, guide = self._guidance(row, layout)
         sample = Sample(
             np.array(layout.ids), np.array(layout.audio_index), positions, targets, weights, classes, bind, guide
         )
-        return _thin(rng, sample, drop, blank)
+        return thin(rng, sample, drop, blank)
 
     def layout(self, row: Row) -> Layout:
         assert row.native is not None
@@ -306,48 +285,6 @@ def _facts_in_text(words: Sequence[str]) -> list[tuple[tuple[str, ...], str, int
             found.append(((colour, key) if colour else (key,), word, i))
             key = colour = ""
     return found
-
-
-def _stretch(rng: Random, layout: Layout) -> np.ndarray:
-    """Positions with gaps before some units and an offset, as after evictions and long silences."""
-    positions = np.arange(len(layout))
-    if rng.random() < 0.7:
-        markers = [i for i, k in enumerate(layout.kinds) if k is Kind.MARKER]
-        reach, gaps = rng.choice([0, 300, 1500, 6000]), rng.randint(1, 4)
-        room = max(0, MAX_POSITION - len(layout)) // gaps
-        for _ in range(gaps):
-            positions[rng.choice(markers) :] += rng.randint(0, min(reach // gaps, room))
-        if rng.random() < 0.6:
-            positions += rng.randint(0, max(0, MAX_POSITION - int(positions[-1])))
-    return positions
-
-
-def _thin(rng: Random, sample: Sample, drop: float, blank: np.ndarray | None) -> Sample:
-    """Leaves out `blank` frames with probability `drop`; positions stay."""
-    if not drop or blank is None:
-        return sample
-    audio = sample.audio_T
-    droppable = (audio >= 0) & (audio % PER_UNIT != PER_UNIT - 1) & (sample.targets_T < 0)
-    droppable[droppable] = blank[audio[droppable]]
-    noise = np.random.default_rng(rng.getrandbits(32)).random(len(audio))
-    return _keep(sample, ~(droppable & (noise < drop)))
-
-
-def _keep(sample: Sample, keep_T: np.ndarray) -> Sample:
-    new = np.cumsum(keep_T) - 1
-    bind = [(int(new[i]), k, c) for i, k, c in sample.bind if keep_T[i]]
-    guide = [(int(new[i]), s) for i, src in sample.guide if (s := [int(new[j]) for j in src if keep_T[j]])]
-    return Sample(
-        sample.ids_T[keep_T],
-        sample.audio_T[keep_T],
-        sample.positions_T[keep_T],
-        sample.targets_T[keep_T],
-        sample.weights_T[keep_T],
-        sample.classes_T[keep_T],
-        bind,
-        guide,
-        sample.row,
-    )
 
 
 assert AUDIO_ID == -1  # samples mark audio positions by the same value

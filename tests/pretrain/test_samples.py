@@ -10,7 +10,8 @@ from a2t.data.manifest import Row
 from a2t.models.tiny import TinyConfig, TinyModules, WordTokenizer
 from a2t.pretrain.guidance import Guidance, Watch
 from a2t.pretrain.language import LanguageTrainer, Student
-from a2t.pretrain.samples import CLASSES, MAX_POSITION, Sample, Sampler
+from a2t.pretrain.sample import MAX_POSITION, Sample
+from a2t.pretrain.samples import CLASSES, Sampler
 
 SMALL = {"hidden": 32, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 8, "feed_forward": 32}
 
