@@ -206,10 +206,10 @@ def test_doctor(capsys: pytest.CaptureFixture[str], model: str, tmp_path: Path) 
     assert capsys.readouterr().err.startswith("a2t doctor: ")
 
 
-def test_minicpmo(capsys: pytest.CaptureFixture[str], golden: Path) -> None:
+def test_minicpmo(capsys: pytest.CaptureFixture[str]) -> None:
     """A checkpoint in the official layout through the same command."""
-    folder = golden / "minicpmo-duplex"
-    arguments = [str(folder / "input.wav"), "--model", str(folder), "--tail", "0"]
+    folder = Path(__file__).parent / "data" / "minicpmo-duplex"
+    arguments = [str(folder / "input.flac"), "--model", str(folder), "--tail", "0"]
     units, summary = run_json(capsys, *arguments)
     assert summary["units"] == len(units) == 40
     assert units[-1]["residents"]["audio"] == 400

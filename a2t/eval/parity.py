@@ -104,9 +104,15 @@ def check_duplex(folder: Path, told: dict[str, Any], tensors: dict[str, Tensor])
         | {"tokens fed": 0, "decisions and turns": 0, "text": 0, "cache lengths": 0, "encoder cache lengths": 0}
     )
     model = load_minicpmo(folder)
-    samples_S, rate = soundfile.read(folder / "input.wav", dtype="float32")
-    if rate != 16_000:
-        raise ValueError(f"{folder}/input.wav is at {rate} Hz, not 16000")
+    heard_from = next((f for f in (folder / "input.wav", folder / "input.flac") if f.is_file()), None)
+    if heard_from is None:
+        raise ValueError(f"{folder} has no input.wav (or input.flac)")
+    samples_S, rate = soundfile.read(heard_from, dtype="float32")
+    if rate != 16_000 or samples_S.ndim != 1 or len(samples_S) < 16_000 * len(told["units"]):
+        raise ValueError(
+            f"{heard_from} is {list(samples_S.shape)} at {rate} Hz; one channel at 16000 Hz, a second for each of "
+            f"{len(told['units'])} units, is expected"
+        )
     heard: list[tuple[Tensor | None, Tensor]] = []
 
     def observe(_: Conversation, feed: Feed, __: Any, h_TD: Tensor) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "scope.json")
 ASIDE = ["*.json", "*.txt"]  # configuration, tokenizer, index: small, and needed to know what else is
 
 
@@ -36,7 +36,7 @@ def locate(path: str | Path, parts: Sequence[str] = ("",)) -> Path:
 
 
 def locate_adapter(path: str | Path) -> Path:
-    """The folder of an adapter: as it stands, or a hub id's two files."""
+    """The folder of an adapter: as it stands, or a hub id's few files."""
     return _fetch(str(path), list(ADAPTER)) if is_hub_id(path) else _folder(path)
 
 

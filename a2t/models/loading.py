@@ -10,6 +10,7 @@ import torch
 
 from a2t.models.base import DuplexModel
 from a2t.models.hub import locate, locate_adapter, read_json
+from a2t.models.scope import Scope, adapted
 from a2t.models.tiny import EMBEDDED, MODEL_TYPE, load_tiny
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -25,7 +26,8 @@ def load_model(
     side_channel: bool | None = None,
 ) -> DuplexModel:
     """`model`: None or "embedded" for the embedded default; a folder of its form, a MiniCPM-o checkpoint's folder, or a
-    hub id.  `adapter`: a PEFT folder (or hub id), merged; "own" for the model's folder `adapter`, where it has one.
+    hub id.  `adapter`: a PEFT folder (or hub id), merged where it acts everywhere; "own" for the model's folder
+    `adapter`, where it has one.
 
     `dtype` None: float32 for the embedded form, a checkpoint's own otherwise.  `device` None: a GPU where there is one
     and the model can use it ("auto": all of them).  `side_channel`: see `load_minicpmo`; the embedded form has it.
@@ -37,6 +39,9 @@ def load_model(
     if adapter == OWN:
         adapter = folder / OWN_FOLDER if (folder / OWN_FOLDER).is_dir() else None
     adapter = None if adapter is None else locate_adapter(adapter)
+    if adapter is not None and Scope.read(adapter) != Scope():
+        base = load_model(model, None, dtype, device, side_channel=True)
+        return cast(DuplexModel, adapted(base, base.lm, adapter))
     if embedded:
         if device not in (None, "cpu", torch.device("cpu")):
             raise ValueError(f"the embedded model runs on the CPU, not on {device}: leave the device out")

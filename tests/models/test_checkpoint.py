@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from a2t.models.checkpoint import Checkpoint, device_of
 from a2t.models.minicpmo import load_encoder, load_language, load_minicpmo
 
-GOLDEN = Path(os.environ.get("A2T_GOLDEN", "../shared/golden")) / "minicpmo-duplex"
-pytestmark = pytest.mark.skipif(not GOLDEN.is_dir(), reason="no golden files (A2T_GOLDEN)")
+GOLDEN = Path(__file__).parent.parent / "data" / "minicpmo-duplex"
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -18,8 +17,7 @@ from a2t.duplex.engine import Engine, EngineConfig
 from a2t.models.memory import on_paper
 from a2t.models.tiny import random_tiny, save_modules
 
-GOLDEN = Path(os.environ.get("A2T_GOLDEN", "../shared/golden"))
-needs_golden = pytest.mark.skipif(not GOLDEN.is_dir(), reason="no golden files (A2T_GOLDEN)")
+GOLDEN = Path(__file__).parent.parent / "data"
 
 
 def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -28,7 +26,6 @@ def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
     return code, said.out, said.err
 
 
-@needs_golden
 def test_a_whole_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = doctor(capsys, str(GOLDEN / "minicpmo-duplex"), "--json", "--conversations", "3")
     found = json.loads(out)
@@ -44,7 +41,6 @@ def test_a_whole_checkpoint(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0 and "nothing is missing" in out and "language model (Qwen3)" in out
 
 
-@needs_golden
 def test_what_is_missing_is_said_with_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "damaged"
     folder.mkdir()
