@@ -59,6 +59,7 @@ class AppArgs(BaseModel):
     capacity: int = Field(16_384, ge=256)
     threads: int = 1
     max_load: float = Field(MAX_LOAD, gt=0)  # of each second, that an engine's conversations may take
+    side_channel_budget_s: float | None = 0.8  # of a unit's second; None: what is written never depends on the machine
     text_tier: Literal["grow", "fold"] = "fold"  # where the text alone outgrows the budget
     idle_timeout_s: float = 300.0  # nothing was ever heard
     pause_timeout_s: float = 1800.0  # the longest pause
@@ -93,6 +94,7 @@ class EngineDeployment:
             threads=args.threads,
             max_load=args.max_load,
             text_tier=args.text_tier,
+            side_channel_budget_s=args.side_channel_budget_s,
         )
         self.host = (
             ray.remote(EngineHost)

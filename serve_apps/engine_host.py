@@ -10,37 +10,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from a2t.duplex.engine import CacheFull, Conversation, Engine, Finished
-from a2t.duplex.journal import Journal, UnitRecord
+from a2t.duplex.engine import CacheFull, Conversation, Engine, EngineConfig, Finished
+from a2t.duplex.journal import Journal
 from a2t.kv.cache import ArenaFull
 from serve_apps.book import Book
-from serve_apps.guest import Finishing, Guest, Reporter
+from serve_apps.guest import ENGINE_FAILED, NOT_HERE, Finishing, Guest, Reporter
 from serve_apps.messages import Batch, EngineLoad, Failure, Parcel, SessionEnd, SessionOptions, UnitReport
 from serve_apps.models import HostConfig as HostConfig
 from serve_apps.models import conversation_config, espeak_speech, load_model, settings_in_force, spoken, warm_up
 from serve_apps.step_loop import StepLoop
 from serve_apps.tally import Tally
+from serve_apps.transit import journal_of_record, pack, rebuild, unpack
 
 if TYPE_CHECKING:
     from serve_apps.metrics import EngineGauges
 
 log = logging.getLogger("ray.serve")
 T = TypeVar("T")
-ENGINE_FAILED = Failure("engine_failed", "the engine of this conversation failed; what it heard is in the transcript")
-NOT_HERE = Failure("no_row", "no row is kept for this session: promises lapse, and moved conversations are elsewhere")
-MEMORY = Path("/dev/shm")
-"""Where a conversation on its way is written, where there is such a place: the engine waits for the writing."""
 
 
 class EngineHost:
@@ -66,7 +61,8 @@ class EngineHost:
             self._gauges = EngineGauges(name)
         self._tally = Tally()
         self._asyncio: asyncio.AbstractEventLoop  # set by the first call: an actor is made outside its event loop
-        engine = Engine(self._model, rows=config.rows + 1, capacity=config.capacity)
+        timing = EngineConfig(side_channel_budget_s=config.side_channel_budget_s)
+        engine = Engine(self._model, rows=config.rows + 1, capacity=config.capacity, config=timing)
         warm_up(engine)
         self._loop = StepLoop(engine, self._hand_over, self._row_full, self._engine_died)
 
@@ -199,15 +195,10 @@ class EngineHost:
         self._asyncio = asyncio.get_running_loop()
         journal = Journal.from_json(book.to_journal())
 
-        def rebuild(engine: Engine) -> None:
-            conversation = guest.conversation = journal.rebuild(engine, session)
-            done = conversation.units
-            flags = [done + n in book.forced for n in range(len(conversation.waiting) + 1)]
-            conversation.force_listen_asked = flags.pop()
-            for n, (unit, forced) in enumerate(zip(list(conversation.waiting), flags, strict=True)):
-                conversation.waiting[n] = replace(unit, force_listen=forced)
+        def arrive(engine: Engine) -> None:
+            guest.conversation = rebuild(engine, journal, book)
 
-        failure = await self._settle(guest, book, rebuild)
+        failure = await self._settle(guest, book, arrive)
         self._tally.restored(failure)
         return failure
 
@@ -220,7 +211,7 @@ class EngineHost:
         if guest.sealed is None:
             conversation = guest.conversation
             assert conversation is not None
-            files = await self._do(lambda engine: _packed(engine, conversation), heavy=True)
+            files = await self._do(lambda engine: pack(engine, conversation), heavy=True)
             while guest.book.units < conversation.units and guest.end is None:  # the last reports are still being made
                 await asyncio.sleep(0.005)
             if guest.end is not None:
@@ -244,10 +235,10 @@ class EngineHost:
         guest.said_ids, guest.force_listen = list(parcel.said_ids), parcel.force_listen
         guest.said = self._model.tokenizer.decode(guest.said_ids) if guest.said_ids else ""
 
-        def unpack(engine: Engine) -> None:
-            guest.conversation = _unpacked(engine, parcel.files, session)
+        def arrive(engine: Engine) -> None:
+            guest.conversation = unpack(engine, parcel.files, session)
 
-        return await self._settle(guest, parcel.book, unpack)
+        return await self._settle(guest, parcel.book, arrive)
 
     async def query(self, session: str, question: str) -> str | Failure:
         """A typed question, answered from the transcript on a scratch row; the conversation is not touched."""
@@ -259,15 +250,10 @@ class EngineHost:
 
     async def query_record(self, prompt: str | None, transcript: str, question: str) -> str | Failure:
         """The same about a conversation that is over, or of which there is only text."""
-        tokenizer = self._model.tokenizer
-        prompt = self._model.default_prompt if prompt is None else prompt
-        journal = Journal()
         try:
-            journal.start({}, tokenizer.encode(prompt) if prompt else [], self._model.encoder.samples_per_unit)
-            heard = tuple(tokenizer.encode(transcript)) if transcript else ()
+            journal = journal_of_record(self._model, prompt, transcript)
         except ValueError as error:
             return Failure("invalid_question", str(error))
-        journal.units.append(UnitRecord(0, (), heard, ()))
         return await self._answer(journal, question)
 
     async def _answer(self, about: Conversation | Journal, question: str) -> str | Failure:
@@ -360,23 +346,6 @@ class EngineHost:
         """Frees rows that were promised and never used, or whose session nobody polls any more."""
         now = time.monotonic()
         for session, guest in list(self._guests.items()):
-            unused = guest.book is None and guest.conversation is None and now > guest.promised_until
-            orphan = guest.conversation is not None and now - guest.last_poll > self._config.reader_grace_s
-            if unused or orphan:
+            if guest.abandoned(now, self._config.reader_grace_s):
                 log.warning("session %s: its row on %s is freed, nobody uses it", session, self._name)
                 self._release(session)
-
-
-def _packed(engine: Engine, conversation: Conversation) -> dict[str, bytes]:
-    """In the engine's thread: the conversation leaves the engine as the files of a snapshot."""
-    with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
-        engine.save(conversation, folder)
-        engine.close(conversation)
-        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
-
-
-def _unpacked(engine: Engine, files: dict[str, bytes], session: str) -> Conversation:
-    with tempfile.TemporaryDirectory(dir=MEMORY if MEMORY.is_dir() else None) as folder:
-        for name, content in files.items():
-            (Path(folder) / Path(name).name).write_bytes(content)
-        return engine.restore(folder, session)

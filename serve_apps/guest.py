@@ -14,7 +14,10 @@ from a2t.duplex.unit_loop import UnitResult
 from a2t.models.base import DuplexModel
 from a2t.models.speech import SpeechStream
 from serve_apps.book import Book
-from serve_apps.messages import Parcel, SessionEnd, UnitReport
+from serve_apps.messages import Failure, Parcel, SessionEnd, UnitReport
+
+ENGINE_FAILED = Failure("engine_failed", "the engine of this conversation failed; what it heard is in the transcript")
+NOT_HERE = Failure("no_row", "no row is kept for this session: promises lapse, and moved conversations are elsewhere")
 
 
 @dataclass
@@ -37,6 +40,12 @@ class Guest:
     @property
     def live(self) -> bool:
         return self.conversation is not None and self.end is None and self.sealed is None
+
+    def abandoned(self, now: float, grace_s: float) -> bool:
+        """Whether it was promised a row and never used it, or nobody asks for its results any more."""
+        if self.conversation is None:
+            return self.book is None and now > self.promised_until
+        return now - self.last_poll > grace_s
 
     def begin(self, engine: Engine, config: ConversationConfig, session: str) -> dict[str, Any]:
         """In the engine's thread, as `leave` is: whoever asked may be gone when it happens. Returns the journal."""

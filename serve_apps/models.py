@@ -15,7 +15,7 @@ from a2t.data.espeak import SAMPLE_RATE as ESPEAK_RATE
 from a2t.data.espeak import Espeak
 from a2t.duplex.conversation import ConversationConfig
 from a2t.duplex.decoding import DuplexConfig
-from a2t.duplex.engine import Engine
+from a2t.duplex.engine import Engine, EngineConfig
 from a2t.models.base import DuplexModel
 from a2t.models.speech import EspeakSpeech, SpeechDecoder
 from serve_apps.messages import SAMPLE_RATE_IN, SessionOptions
@@ -36,8 +36,9 @@ class HostConfig:
     threads: int = 1
     max_load: float = MAX_LOAD
     text_tier: Literal["grow", "fold"] = "fold"
-    """Where the text alone outgrows the budget: `fold` lets the oldest transcript leave the cache (it stays in the
+    """Where the text alone outgrows the budget: `fold` lets the oldest text leave the cache (it stays in the
     session's transcript), so that conversations of hours hold it; `grow` exceeds it. Clients may choose."""
+    side_channel_budget_s: float | None = EngineConfig.side_channel_budget_s  # None: it takes the time that it takes
     promise_s: float = 60.0  # a promised row that is not used by then is free again
     unread_reports: int = 256
     reader_grace_s: float = 90.0  # a conversation that no session actor polls is closed

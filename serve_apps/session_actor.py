@@ -18,35 +18,21 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 from ray.exceptions import RayActorError
 
 from serve_apps.book import Book
+from serve_apps.durations import Limits as Limits
 from serve_apps.fleet import Engines
+from serve_apps.lease import RETRY_S, Lease
 from serve_apps.messages import Attached, Batch, Failure, Parcel, SessionEnd, SessionOptions, UnitReport, View
-from serve_apps.placement import choose
 
 log = logging.getLogger("ray.serve")
 REPLACED = SessionEnd("replaced", Failure("session_replaced", "another socket has taken this conversation up"))
 LOST = Failure("session_lost", "neither this conversation's process nor its engine knows it any more; call again")
-RETRY_S = 0.1
-
-
-@dataclass(frozen=True)
-class Limits:
-    backlog_s: float = 30.0  # unprocessed audio; a real-time client never gets near
-    unread_reports: int = 256  # results that nobody fetched
-    pause_after_s: float = 5.0
-    idle_timeout_s: float = 300.0  # a conversation in which nothing was ever heard is closed
-    pause_timeout_s: float = 1800.0  # the longest pause
-    length_limit_s: float | None = None  # the longest conversation; None: any length
-    reader_grace_s: float = 60.0  # a conversation that nobody reads from is closed
-    restore_s: float = 120.0  # how long a conversation without an engine waits for one
-    poll_s: float = 10.0
-    observe_s: float = 5.0  # how often gauges are set; Ray forgets one that is not for half a minute
 
 
 class SessionActor:
@@ -62,20 +48,17 @@ class SessionActor:
         gone: Callable[[View], Awaitable[None]] | None = None,
         observe: Callable[[View], None] | None = None,
     ):
-        self.id, self._engines, self._engine_name = session_id, engines, engine_name
+        self.id, self._lease = session_id, Lease(session_id, engines, engine_name)
         self._limits, self._gone, self._observe = limits or Limits(), gone, observe
         self._book = Book(session_id)
-        self._engine: Any = None
         self._away = ""  # "moving" or "restoring" while it has no engine
         self._last_input = self._last_read = time.monotonic()
         self._unsent: deque[tuple[int, np.ndarray, bool]] = deque()  # inputs that the engine does not have yet
         self._gate = asyncio.Lock()  # who sends to the engine, or changes it
-        self._starting = asyncio.Lock()
-        self._started = False
+        self._starting, self._started = asyncio.Lock(), False
         self._news = asyncio.Event()
         self._end: SessionEnd | None = None
-        self._reader = 1
-        self._fetched = -1  # the last unit that the reader has fetched
+        self._reader, self._fetched = 1, -1  # the last unit that it has fetched
         self._tasks: list[asyncio.Task[None]] = []
 
     # -- the conversation --------------------------------------------------------------------------------------------
@@ -87,7 +70,7 @@ class SessionActor:
             if self._started:
                 return self._book.settings
             failure = Failure("engine_lost", "the engine that had a row for this conversation is gone; call again")
-            engine = await self._engines.handle(self._engine_name)
+            engine = self._lease.engine = await self._lease.engines.handle(self._lease.name)
             if engine is None:
                 return failure
             try:
@@ -98,7 +81,7 @@ class SessionActor:
             if isinstance(settings, Failure):
                 return settings
             assert book is not None
-            self._begin(book, engine, self._engine_name)
+            self._begin(book)
             return settings
 
     @property
@@ -131,16 +114,16 @@ class SessionActor:
     async def read(self, number: int, text: str, reader: int = 1) -> None:
         """Typed text as an input, heard as if it had been said."""
         await self._known(reader)
-        if self._engine is not None and number > self._book.inputs:
-            await self.append(number, await self._engine.say.remote(text), False, reader)
+        if self._lease.engine is not None and number > self._book.inputs:
+            await self.append(number, await self._lease.engine.say.remote(text), False, reader)
 
     async def query(self, question: str) -> str | Failure:
         """Answers a typed question from the transcript; the conversation goes on meanwhile."""
         await self._known()
-        if self._end is not None or self._engine is None:
+        if self._end is not None or self._lease.engine is None:
             return Failure("not_live", f"the conversation is {self.state}: ask again when it is live")
         try:
-            answer: str | Failure = await self._engine.query.remote(self.id, question)
+            answer: str | Failure = await self._lease.engine.query.remote(self.id, question)
         except RayActorError:
             return Failure("busy", "the conversation's engine is being replaced; ask again")
         return answer
@@ -171,8 +154,7 @@ class SessionActor:
         known = self._book.token
         if not known or not secrets.compare_digest(token.encode(), known.encode()):
             return Failure("resume_refused", "the resume token is not this conversation's")
-        self._reader += 1
-        self._fetched = -1
+        self._reader, self._fetched = self._reader + 1, -1
         self._last_read = time.monotonic()
         self._news.set()
         return Attached(self._reader, self._book.settings, self._book.inputs, self._book.units)
@@ -192,7 +174,7 @@ class SessionActor:
         if self._end is None:
             self._end = SessionEnd(reason, failure)
             self._news.set()
-            engine = self._engine or await self._engines.handle(self._engine_name)
+            engine = self._lease.engine or await self._lease.engines.handle(self._lease.name)
             if engine is not None:
                 with suppress(RayActorError):
                     await engine.close.remote(self.id)
@@ -204,8 +186,8 @@ class SessionActor:
         return self._view()
 
     def _view(self) -> View:
-        end = None if self._end is None else {"reason": self._end.reason, "failure": _plain(self._end.failure)}
-        return {"id": self.id, "state": self.state, "engine": self._engine_name, "end": end, **self._book.view()}
+        end = None if self._end is None else asdict(self._end)
+        return {"id": self.id, "state": self.state, "engine": self._lease.name, "end": end, **self._book.view()}
 
     # -- to another engine -------------------------------------------------------------------------------------------
 
@@ -214,32 +196,30 @@ class SessionActor:
         `park`: it is then kept here until one has."""
         await self._known()
         async with self._gate:
-            if self._end is not None or self._engine_name != engine_name or self._engine is None:
+            if self._end is not None or self._lease.name != engine_name or self._lease.engine is None:
                 return True
-            target = None if park else await self._find(engine_name)
+            target = None if park else await self._lease.find(engine_name)
             if target is None and not park:
                 return False
-            old, since = self._engine, time.monotonic()
+            old, since = self._lease.engine, time.monotonic()
             self._tell("moving")
             try:
                 reports: list[UnitReport] | Failure = await old.seal.remote(self.id, self._book.units - 1)
                 if isinstance(reports, Failure):
                     return True  # it is over, and the next poll says so
-                for report in reports:
-                    self._take(report)
+                self._take(reports)
+                sealed = old.parcel.remote(self.id)  # a reference: what was sealed goes from engine to engine
                 if target is None:
-                    parcel: Parcel = await old.parcel.remote(self.id)
+                    parcel: Parcel = await sealed
                     await old.close.remote(self.id)
-                    self._engine = None
-                    await self._settle(lambda engine: engine.adopt.remote(self.id, parcel))
-                    self._moved(engine_name, since, exact=True)
+                    self._lease.engine = None
+                    self._tasks.append(asyncio.create_task(self._unpark(parcel)))
                     return True
-                # the reference alone passes through here: what was sealed goes from engine to engine
-                if await self._arrive(target, lambda engine: engine.adopt.remote(self.id, old.parcel.remote(self.id))):
+                if await self._lease.take(target, lambda engine: engine.adopt.remote(self.id, sealed)):
                     await old.close.remote(self.id)
                     self._moved(engine_name, since, exact=True)
                     return True
-                await old.adopt.remote(self.id, old.parcel.remote(self.id))  # it stays where it was
+                await old.adopt.remote(self.id, sealed)  # it stays where it was
                 return False
             except RayActorError:
                 return False  # the old engine died meanwhile: the next poll says so
@@ -247,70 +227,38 @@ class SessionActor:
                 self._tell("")
                 await self._send()
 
+    async def _unpark(self, parcel: Parcel) -> None:
+        async with self._gate:
+            await self._settle("moving", lambda engine: engine.adopt.remote(self.id, parcel))
+
     async def _restore(self, lost: Any) -> None:
         """The engine is gone: the conversation is rebuilt on another from the book."""
         async with self._gate:
-            if self._engine is not lost or self._end is not None:
-                return
-            log.warning(
-                "session %s: its engine %s is lost after %d units", self.id, self._engine_name, self._book.units
-            )
-            name, since = self._engine_name, time.monotonic()
-            self._engine = None
-            self._tell("restoring")
-            await self._settle(self._rebuild)
-            self._moved(name, since, exact=False)
-            self._tell("")
-            await self._send()
+            if self._lease.engine is lost and self._end is None:
+                log.warning("session %s: engine %s is lost, %d units", self.id, self._lease.name, self._book.units)
+                await self._settle("restoring", lambda engine: engine.restore.remote(self.id, self._book))
 
-    def _rebuild(self, engine: Any) -> Any:
-        self._unsent.clear()  # the book has them
-        return engine.restore.remote(self.id, self._book)
-
-    async def _settle(self, arrive: Callable[[Any], Any]) -> None:
-        """On the first engine that has a row, as soon as there is one."""
-        until = time.monotonic() + self._limits.restore_s
-        while self._end is None:
-            target = await self._find(None)
-            if target is not None and await self._arrive(target, arrive):
-                return
-            if time.monotonic() > until:
-                message = "the engine of this conversation is gone and no other had a row for it"
-                await self.finish("engine_lost", Failure("engine_lost", message))
-                return
-            await asyncio.sleep(RETRY_S)
-
-    async def _find(self, not_on: str | None) -> str | None:
-        """An engine that has kept a row for this conversation."""
-        loads = [e for e in await self._engines.loads() if e.name != not_on and self.id not in e.sessions]
-        best = choose(loads, urgent=True)
-        return best.name if best is not None and await self._engines.reserve(best.name, self.id, True) else None
-
-    async def _arrive(self, name: str, arrive: Callable[[Any], Any]) -> bool:
-        engine = await self._engines.handle(name)
-        if engine is None:
-            return False
-        try:
-            failure: Failure | None = await arrive(engine)
-        except RayActorError:
-            return False
-        if failure is not None:
-            log.warning("session %s: engine %s does not take it: %s", self.id, name, failure.message)
-            await self._engines.cancel(name, self.id)
-            return False
-        self._engine, self._engine_name = engine, name
-        return True
+    async def _settle(self, state: str, arrive: Callable[[Any], Any]) -> None:
+        """Under the gate: on the first engine that has a row."""
+        name, since = self._lease.name, time.monotonic()
+        self._lease.engine = None
+        self._tell(state)
+        if await self._lease.settle(arrive, self._limits.restore_s, lambda: self._end is not None):
+            self._moved(name, since, exact=state == "moving")
+        elif self._end is None:
+            message = "the engine of this conversation is gone and no other had a row for it"
+            await self.finish("engine_lost", Failure("engine_lost", message))
+        self._tell("")
+        await self._send()
 
     def _moved(self, old: str, since: float, exact: bool) -> None:
-        if self._engine is not None:
-            seconds = round(time.monotonic() - since, 3)
-            move = {"unit": self._book.units, "from": old, "to": self._engine_name, "exact": exact, "seconds": seconds}
-            self._book.moves.append(move)
+        move = {"unit": self._book.units, "from": old, "to": self._lease.name, "exact": exact}
+        self._book.moves.append({**move, "seconds": round(time.monotonic() - since, 3)})
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    def _begin(self, book: Book, engine: Any, engine_name: str) -> None:
-        self._book, self._engine, self._engine_name, self._started = book, engine, engine_name, True
+    def _begin(self, book: Book) -> None:
+        self._book, self._started = book, True
         self._tasks = [asyncio.create_task(self._collect()), asyncio.create_task(self._watch())]
 
     async def _known(self, reader: int = 1) -> None:
@@ -322,50 +270,44 @@ class SessionActor:
         self._reader = max(self._reader, reader)  # who attached before this process began
 
     async def _recover(self) -> None:
-        for load in await self._engines.loads():
-            if self.id in load.sessions:
-                engine = await self._engines.handle(load.name)
-                book: Book | None = None
-                with suppress(RayActorError):
-                    book = None if engine is None else await engine.book.remote(self.id)
-                if book is not None:
-                    log.warning("session %s: its process started again after %d units", self.id, book.units)
-                    self._begin(book, engine, load.name)
-                    return
+        if (book := await self._lease.recover()) is not None:
+            log.warning("session %s: its process started again after %d units", self.id, book.units)
+            self._begin(book)
+            return
         self._end = SessionEnd("session_lost", LOST)
 
     async def _send(self) -> None:
         """Under the gate."""
-        while self._unsent and self._engine is not None and self._end is None:
+        while self._unsent and self._lease.engine is not None and self._end is None:
             number, pcm_S, force_listen = self._unsent[0]
             try:
-                await self._engine.push.remote(self.id, number, pcm_S, force_listen)
+                await self._lease.engine.push.remote(self.id, number, pcm_S, force_listen)
             except RayActorError:
                 return  # the next poll says so, and the book has them
-            if self._unsent and self._unsent[0][0] == number:
-                self._unsent.popleft()
+            self._unsent.popleft()
 
     async def _collect(self) -> None:
         try:
             while self._end is None:
-                if self._engine is None:  # on its way
+                if self._lease.engine is None:  # on its way
                     await asyncio.sleep(RETRY_S / 4)
                     continue
-                engine = self._engine
+                engine = self._lease.engine
                 try:
                     # asking for what follows unit N tells the engine that N has arrived
                     batch: Batch = await engine.poll.remote(self.id, self._book.units - 1, self._limits.poll_s)
                 except RayActorError:
                     await self._restore(engine)
                     continue
-                for report in batch.reports:
-                    self._take(report)
+                self._take(batch.reports)
                 unread = self._book.units - 1 - self._fetched
-                if batch.end is not None and engine is self._engine and not self._gate.locked():
+                if batch.end is not None and engine is self._lease.engine and not self._gate.locked():
                     if batch.end.reason in ("engine_failed", "closed"):  # alive, and of no use any more
                         await self._restore(engine)
                     else:
                         await self.finish(batch.end.reason, batch.end.failure)
+                elif batch.end is not None:  # of an engine that it is leaving
+                    await asyncio.sleep(RETRY_S)
                 elif unread > self._limits.unread_reports:
                     message = f"{unread} units of results were not fetched; read faster"
                     await self.finish("slow_reader", Failure("slow_reader", message))
@@ -373,8 +315,10 @@ class SessionActor:
             log.exception("session %s failed", self.id)
             await self.finish("internal_error", Failure("internal_error", "this conversation failed on the server"))
 
-    def _take(self, report: UnitReport) -> None:
-        if self._book.take(report):
+    def _take(self, reports: list[UnitReport]) -> None:
+        for report in reports:
+            self._book.take(report)
+        if reports:
             self._news.set()
 
     def _tell(self, away: str) -> None:
@@ -385,24 +329,18 @@ class SessionActor:
         """Time-outs. A conversation without a reader (its gateway died) ends itself: detached actors outlive everything
         else."""
         limits, observed = self._limits, -math.inf
-        times = [limits.reader_grace_s, limits.idle_timeout_s, limits.pause_timeout_s, limits.length_limit_s or 60.0]
         while self._end is None:
             now = time.monotonic()
             if self._observe is not None and now >= observed + limits.observe_s:
                 observed = now
                 self._observe(self._view())
-            if now - self._last_read > limits.reader_grace_s:
-                await self.finish("reader_lost")
-            elif now - self._last_input > (limits.pause_timeout_s if self._book.samples else limits.idle_timeout_s):
-                await self.finish("pause_timeout" if self._book.samples else "idle_timeout")
-            elif limits.length_limit_s is not None and self._book.units >= limits.length_limit_s:
-                await self.finish("length_limit")
-            await asyncio.sleep(min(1.0, *(t / 4 for t in times)))
+            reason = limits.over(
+                now - self._last_read, now - self._last_input, self._book.samples > 0, self._book.units
+            )
+            if reason is not None:
+                await self.finish(reason)
+            await asyncio.sleep(limits.look_s)
         while time.monotonic() - self._last_read < limits.reader_grace_s:  # whoever reads clears it away
-            await asyncio.sleep(min(1.0, limits.reader_grace_s / 4))
+            await asyncio.sleep(limits.look_s)
         if self._gone is not None:
             await self._gone(self._view())
-
-
-def _plain(failure: Failure | None) -> dict[str, str] | None:
-    return None if failure is None else {"code": failure.code, "message": failure.message}

@@ -54,6 +54,7 @@ def address(serve_port: int) -> str:
         rows=1,
         capacity=1024,
         max_load=1e6,  # admission by rows alone: this machine may be busy with something else
+        side_channel_budget_s=None,
         namespace=NAMESPACE,
     )
     serve.run(app(args), name=NAMESPACE, route_prefix="/")

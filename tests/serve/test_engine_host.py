@@ -15,7 +15,7 @@ from serve_apps.messages import Failure, SessionOptions, UnitReport
 from serve_apps.models import load_model
 from tests.serve.local import small_model
 
-CONFIG = HostConfig(model="tests.serve.local:small_model", rows=2, capacity=1024)
+CONFIG = HostConfig(model="tests.serve.local:small_model", rows=2, capacity=1024, side_channel_budget_s=None)
 
 
 @pytest.fixture
