@@ -178,8 +178,7 @@ class EngineHost:
 
     async def close(self, session: str) -> None:
         """Gives the row back, promised or used. Closing twice is no error."""
-        closed = self._release(session)
-        if closed is not None:
+        if (closed := self._release(session)) is not None:
             await asyncio.wrap_future(closed)
 
     async def book(self, session: str) -> Book | None:
@@ -311,8 +310,7 @@ class EngineHost:
         self._tally.unit(report)
         if self._gauges is not None:
             self._gauges.unit(report.unit_ms, report.missed)
-        unread = report.unit - guest.fetched
-        if unread > self._config.unread_reports:
+        if (unread := report.unit - guest.fetched) > self._config.unread_reports:
             self._end(guest, Failure("slow_reader", f"{unread} units of results were not fetched"))
         guest.news.set()
 

@@ -168,7 +168,7 @@ async def test_a_long_conversation_holds_its_budget_with_fold(engines: LocalEngi
     for tier in ("fold", "grow"):
         session = await session_on(engines, tier, options=SessionOptions(budget=80, text_tier=tier))
         async with asyncio.timeout(240):
-            for n in range(40):
+            for n in range(30):
                 await session.append(n + 1, np.roll(audio, -7 * n * 16_000)[:16_000], False)
                 while (view := await session.view())["units"] < n + 1:
                     await session.events(view["units"] - 1, 1.0)
