@@ -22,6 +22,27 @@ KINDS = [
 ]
 
 
+class Talkative(StubModel):
+    """Goes on with words, or ends, where it has just opened a segment or said a word: segments are not empty."""
+
+    def __init__(self):
+        super().__init__(6, bias=BIAS | {"<|listen|>": 9.0, "<|asr_start|>": 9.5})
+        ids, first_word = self.tokenizer.ids, self.tokenizer.specials
+        self.after = {ids["<|asr_start|>"], *range(first_word, len(ids))}
+        self.likely = [ids["<|asr_end|>"], ids["<|turn_eos|>"], ids["<|chunk_eos|>"], *range(first_word, len(ids))]
+        self.fed = []
+
+    def forward(self, e_TD, positions_T, batch):
+        self.fed = [i for feed in batch.feeds for i in feed.ids[len(feed.ids) - feed.want :]]
+        return super().forward(e_TD, positions_T, batch)
+
+    def logits(self, h_ND):
+        logits_NV = super().logits(h_ND)
+        rows = [n for n, token in enumerate(self.fed) if token in self.after]
+        logits_NV[torch.tensor(rows, dtype=torch.long)[:, None], self.likely] += 8
+        return logits_NV
+
+
 def streamed(model, config, conversations, units, piece=10):
     """Tokens of every unit of every conversation, and how many forwards they took. A third of the units is forced."""
     engine = Engine(model, conversations, 512, config=UNTIMED)
@@ -40,7 +61,7 @@ def streamed(model, config, conversations, units, piece=10):
 
 def test_greedy_output_is_the_same_with_and_without_drafts_over_10_000_units():
     """Every unit's tokens; a draft that was taken back and left a trace in the cache would change what comes after."""
-    model = StubModel(6, bias=BIAS | {"<|listen|>": 9.0, "<|turn_eos|>": 6.5, "<|asr_start|>": 9.5, "<|asr_end|>": 6.0})
+    model = Talkative()
     both = [
         streamed(model, lambda n, draft=draft: _kind(n, draft=draft), conversations=50, units=200)
         for draft in (True, False)
