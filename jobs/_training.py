@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import sys
 import time
@@ -50,7 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config", type=Path, help="YAML with any of these options by name, and `settings:` as for --set"
     )
     parser.add_argument(
-        "--model", default=EMBEDDED, help="'embedded', or a folder: of that form, or a MiniCPM-o 4.5 checkpoint"
+        "--model",
+        default=EMBEDDED,
+        help="'embedded', a folder of that form, a MiniCPM-o 4.5 checkpoint's, or a hub id",
     )
     parser.add_argument("--out", help="where results go; started again with the same --out, the job goes on")
     parser.add_argument("--preset", choices=sorted(PRESETS), help="settings to start from (default: embedded / paper)")
@@ -174,36 +175,15 @@ def load_base(model: str, gpu: bool, adapter: Path | None = None) -> tuple[Any, 
     """The frozen duplex model and its language model (a stock Qwen3ForCausalLM), with rows for the side channel; or
     the same with an adapter, to be streamed.
 
-    Raises ValueError if the folder holds neither form.
+    `model`: 'embedded', a folder of that form, a MiniCPM-o checkpoint's, or a hub id.  ValueError if it is none.
     """
     import torch
 
-    from a2t.models.scope import adapted
+    from a2t.models.loading import load_model
 
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
-    folder = None if model == EMBEDDED else Path(model)
-    if folder is None or _model_type(folder) == "a2t-embedded":
-        from a2t.models.tiny import TinyDuplex, load_modules
-
-        if gpu:
-            raise ValueError("the embedded model trains on the CPU: leave --gpu out")
-        modules, tokenizer = load_modules(folder)
-        if adapter is not None:
-            return adapted(TinyDuplex(modules, tokenizer), modules.llm, adapter), None
-        return TinyDuplex(modules, tokenizer), modules.llm
-    from a2t.models.minicpmo import load_minicpmo
-
-    loaded = load_minicpmo(folder, device=device, side_channel=True)
-    if adapter is not None:
-        return adapted(loaded, loaded.lm, adapter), None
-    return loaded, loaded.lm
-
-
-def _model_type(folder: Path) -> str:
-    config = folder / "config.json"
-    if not config.is_file():
-        raise ValueError(f"{folder} has no config.json: --model takes 'embedded' or a model's folder")
-    return str(json.loads(config.read_text()).get("model_type"))
+    loaded = load_model(model, adapter, device=device, side_channel=True)
+    return loaded, loaded.lm if adapter is None else None
 
 
 WAIT_S = 6 * 3600

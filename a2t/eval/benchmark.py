@@ -238,7 +238,8 @@ def arena_run(
 def plain_run(model: MiniCPMO, units: int, prompt_tokens: int = 32, on_unit: Callable[[], None] = lambda: None) -> Run:
     """One conversation over transformers' own DynamicCache, which grows: the same audio, the same tokens."""
     _reset_peak(model)
-    lm, tokens, device = model.language.model, model.tokens, model.shape.device
+    lm: Any = model.lm
+    tokens, device = model.tokens, model.shape.device
     cache, state, position = DynamicCache(), model.encoder.new_state(), 0
 
     def feed(e_TD: Tensor) -> int:

@@ -39,7 +39,7 @@ def stream_sample(
     on_unit: Callable[[], None] = lambda: None,
 ) -> list[str]:
     """What each unit says."""
-    config = system.conversation(None)
+    config = system.conversation(None, engine.model)
     if duplex is not None:
         config = replace(config, duplex=replace(duplex, side_channel=system.side_channel))
     conversation = engine.open(config)

@@ -162,7 +162,7 @@ def stream_long(
     on_unit: Callable[[], None] = lambda: None,
 ) -> LongRun:
     """Streams the session second by second, then asks. The native system's prompt is the ASR sample's request."""
-    config = system.conversation(None if system.side_channel else session.prompt or None)
+    config = system.conversation(None if system.side_channel else session.prompt or None, engine.model)
     if duplex is not None:
         config = replace(config, duplex=replace(duplex, side_channel=system.side_channel))
     conversation = engine.open(config)
