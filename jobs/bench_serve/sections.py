@@ -19,6 +19,8 @@ from a2t.models.tiny import ADAPTER, load_tiny
 from jobs.bench_serve.subject import SILENCE, UNIT, UNIT_POSITIONS, PlainLoop, Told, make_engine, open_at, units_to
 
 BUDGET = 4000
+SEARCH_S = 120.0
+"""After so long no further number of conversations is tried."""
 
 
 def say(line: str) -> None:
@@ -240,7 +242,11 @@ def realtime(model: Told, effort: Effort) -> dict[str, Any]:
         cost = min(timed(engine) for _ in range(3)) / engine.rows
         del engine
         found[name] = 0
+        until = time.perf_counter() + SEARCH_S
         for n in _fewer(int(1.05 / cost)):
+            if time.perf_counter() > until:
+                found[name] = None  # this machine is too unsteady to say
+                break
             lengths = (min(units, 10 * n), units)  # a short one first: most that are too many show it soon
             if all(_all_in_time(model, n, together, residents, length) for length in lengths):
                 found[name] = n
