@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from transformers import Qwen3ForCausalLM
 
 from a2t.duplex.protocol import TOKEN_TEXT
+from a2t.models.hub import read_json
 
 SIDE_CHANNEL = (TOKEN_TEXT["asr_start"], TOKEN_TEXT["asr_end"])
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -178,6 +179,9 @@ def _check_fits(lm: Qwen3ForCausalLM, folder: Path) -> None:
     path = folder / "adapter_model.safetensors"
     if not (folder / "adapter_config.json").is_file() or not path.is_file():
         raise ValueError(f"{folder} holds no adapter: adapter_config.json and adapter_model.safetensors are needed")
+    config = read_json(folder / "adapter_config.json")
+    if config.get("peft_type") != "LORA":
+        raise ValueError(f"{folder}/adapter_config.json: peft_type is {config.get('peft_type')!r}; only 'LORA' is read")
     modules = dict((lm.get_base_model() if isinstance(lm, PeftModel) else lm).named_modules())
     try:
         with safe_open(path, "pt") as file:

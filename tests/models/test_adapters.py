@@ -134,6 +134,10 @@ def test_a_wrong_adapter_is_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ValueError, match="copy it again"):
         adapters.load_adapter(model(), tmp_path / "a")
+    for text, said in (("{", "adapter_config.json is no JSON"), ("{}", "peft_type is None")):
+        (tmp_path / "a" / "adapter_config.json").write_text(text)
+        with pytest.raises(ValueError, match=said):
+            adapters.load_adapter(model(), tmp_path / "a")
 
 
 def test_the_published_size() -> None:
