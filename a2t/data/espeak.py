@@ -7,11 +7,13 @@ Rendering in a fixed order in a fresh process repeats exactly (facts on the embe
 from __future__ import annotations
 
 import ctypes
+import threading
 from dataclasses import dataclass
 
 import numpy as np
 
 SAMPLE_RATE = 22_050
+_ONE_AT_A_TIME = threading.Lock()
 _SYNCHRONOUS, _PHONEME_EVENTS, _UTF8 = 2, 1, 1
 _RATE, _PITCH, _RANGE, _WORD_GAP = 1, 3, 4, 7
 _WORD, _PHONEME = 1, 7
@@ -54,13 +56,14 @@ class Espeak:
         import espeakng_loader
 
         self._lib = ctypes.cdll.LoadLibrary(espeakng_loader.get_library_path())
-        rate = self._lib.espeak_Initialize(_SYNCHRONOUS, 0, espeakng_loader.get_data_path().encode(), _PHONEME_EVENTS)
+        data = espeakng_loader.get_data_path().encode()
+        with _ONE_AT_A_TIME:
+            rate = self._lib.espeak_Initialize(_SYNCHRONOUS, 0, data, _PHONEME_EVENTS)
         if rate != SAMPLE_RATE:
             raise RuntimeError(f"espeak-ng started with {rate} Hz, expected {SAMPLE_RATE}: reinstall espeakng-loader")
         self._chunks: list[np.ndarray] = []
         self._events: list[tuple[int, int, int, bytes]] = []
-        self._callback = _Callback(self._collect)  # kept alive: the library holds a bare pointer
-        self._lib.espeak_SetSynthCallback(self._callback)
+        self._callback = _Callback(self._collect)  # kept alive while it speaks: the library holds a bare pointer
 
     def _collect(self, wav: ctypes._Pointer, samples: int, event: ctypes._Pointer) -> int:
         if wav and samples > 0:
@@ -83,16 +86,18 @@ class Espeak:
         word_gap: int = 0,
     ) -> Utterance:
         """Raises ValueError for a voice that espeak-ng does not have."""
-        if self._lib.espeak_SetVoiceByName(voice.encode()) != 0:
-            raise ValueError(f"espeak-ng has no voice {voice!r}; try en-us, en-gb-x-rp or en-us+f2")
-        for parameter, value in ((_RATE, rate), (_PITCH, pitch), (_RANGE, pitch_range), (_WORD_GAP, word_gap)):
-            self._lib.espeak_SetParameter(parameter, value, 0)
-        self._chunks.clear()
-        self._events.clear()
-        data = text.encode() + b"\0"
-        self._lib.espeak_Synth(data, len(data), 0, 1, 0, _UTF8, None, None)
-        self._lib.espeak_Synchronize()
-        pcm = np.concatenate(self._chunks) if self._chunks else np.zeros(0, np.int16)
+        with _ONE_AT_A_TIME:  # the library's state and callback are the process's, whoever speaks
+            self._lib.espeak_SetSynthCallback(self._callback)
+            if self._lib.espeak_SetVoiceByName(voice.encode()) != 0:
+                raise ValueError(f"espeak-ng has no voice {voice!r}; try en-us, en-gb-x-rp or en-us+f2")
+            for parameter, value in ((_RATE, rate), (_PITCH, pitch), (_RANGE, pitch_range), (_WORD_GAP, word_gap)):
+                self._lib.espeak_SetParameter(parameter, value, 0)
+            self._chunks.clear()
+            self._events.clear()
+            data = text.encode() + b"\0"
+            self._lib.espeak_Synth(data, len(data), 0, 1, 0, _UTF8, None, None)
+            self._lib.espeak_Synchronize()
+            pcm = np.concatenate(self._chunks) if self._chunks else np.zeros(0, np.int16)
         starts, ends = self._word_times(text.split(), len(pcm))
         phonemes = [(s / SAMPLE_RATE, n.decode(errors="replace")) for t, _, s, n in self._events if t == _PHONEME]
         return Utterance(pcm.astype(np.float32) / 32768, starts, ends, phonemes)

@@ -1,3 +1,4 @@
+import gc
 from pathlib import Path
 
 import numpy as np
@@ -55,3 +56,11 @@ def test_word_times_of_joined_words() -> None:
 def test_unknown_voice() -> None:
     with pytest.raises(ValueError, match="no voice 'xx-nobody'"):
         Espeak().say("hello", "xx-nobody")
+
+
+def test_two_engines_of_one_process_take_turns() -> None:
+    first, second = Espeak(), Espeak()
+    assert len(second.say("hello there").pcm_S) > 0
+    del second
+    gc.collect()  # the library must not be left with the callback of an engine that is gone
+    assert first.say("the red key").starts[0] == 0.0
