@@ -46,7 +46,7 @@ async def test_two_callers_and_one_row(address: str, ray_cluster: Any) -> None:
 
 def test_deploy_file_is_valid_and_names_what_exists() -> None:
     from serve_apps.app import AppArgs, app
-    from serve_apps.engine_host import embedded
+    from serve_apps.models import embedded
 
     root = Path(__file__).parents[2]
     config = ServeDeploySchema.model_validate(yaml.safe_load((root / "serve_apps" / "app.yaml").read_text()))
