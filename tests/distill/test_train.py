@@ -97,9 +97,7 @@ def test_workers_train_the_same_as_one_process(whole, tmp_path, workers):
         assert a == pytest.approx(b, rel=1e-6)
 
 
-@pytest.mark.skip(
-    reason="ZeRO under this optimizer is not right yet: in float64 it does not train the same (jobs/README.md)"
-)
+@pytest.mark.skip(reason="ZeRO is not right yet in float64 (jobs/README.md)")
 @pytest.mark.parametrize("stage", [2, 3])
 def test_sharded_by_deepspeed_it_trains_the_same(tmp_path, stage):
     """DeepSpeed keeps its masters and sums in float32: at the paper's rate that moves nothing by 1e-6."""

@@ -102,9 +102,7 @@ def numbers(samples: list[dict[str, Any]]) -> list[float]:
     return [value for sample in samples if not math.isnan(value := float(sample["value"][1]))]
 
 
-@pytest.mark.skip(
-    reason="right when it runs alone; after other modules of the endpoint its conversations lose their sockets"
-)
+@pytest.mark.skip(reason="right alone; after other modules of the endpoint its conversations lose their sockets")
 async def test_every_panel_has_data(
     application: str, prometheus: Any, ray_cluster: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
