@@ -164,13 +164,7 @@ def _deleted() -> bool:
     return app is None or app.status == ApplicationStatus.DELETING
 
 
-@serve.deployment(
-    name="placement",
-    max_ongoing_requests=100_000,
-    health_check_period_s=2,
-    health_check_timeout_s=10,
-    ray_actor_options={"num_cpus": 0},
-)
+@serve.deployment(name="placement", max_ongoing_requests=100_000, ray_actor_options={"num_cpus": 0})
 class PlacementDeployment:
     """`Placement` over Ray. `engines`: the handle of the engine deployment."""
 

@@ -244,8 +244,7 @@ class SessionActor:
         self._lease.engine = None
         self._tell(state)
         if await self._lease.settle(arrive, self._limits.restore_s, lambda: self._end is not None):
-            if self._lease.name != name:
-                self._moved(name, since, exact=state == "moving")
+            self._moved(name, since, exact=state == "moving")
         elif self._end is None:
             message = "the engine of this conversation is gone and no other had a row for it"
             await self.finish("engine_lost", Failure("engine_lost", message))

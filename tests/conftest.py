@@ -7,7 +7,7 @@ import os
 # Ray reads these when it is imported, the thread pools when they are made.
 os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 -- on a busy machine niced workers may not start for minutes
+os.environ["RAY_worker_niceness"] = "0"  # on a busy machine niced workers may not start for minutes
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -48,18 +48,13 @@ def ray_cluster() -> Iterator[Any]:
     os.environ.pop("RAY_ADDRESS", None)  # a cluster that happens to run here is not the test's
     import ray
 
-    settings: dict[str, Any] = {
-        "address": "local",
-        "num_cpus": 8,
-        "include_dashboard": False,
-        "log_to_driver": False,
-        "object_store_memory": 512 * 2**20,
-    }
-    try:
-        ray.init(**settings)
-    except Exception:  # noqa: BLE001 -- it gives itself 30 s, which a busy machine may exceed
-        ray.shutdown()
-        ray.init(**settings)
+    ray.init(
+        address="local",
+        num_cpus=8,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=512 * 2**20,
+    )
     yield ray
     if "ray.serve" in sys.modules:
         sys.modules["ray.serve"].shutdown()
