@@ -7,7 +7,7 @@ import os
 # Ray reads these when it is imported, the thread pools when they are made.
 os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-os.environ["RAY_worker_niceness"] = "0"  # on a busy machine niced workers may not start for minutes
+os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112  # niced workers may not start for minutes on a busy machine
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
