@@ -19,7 +19,6 @@ from typing import Any, Literal
 import ray
 from pydantic import BaseModel, ConfigDict, Field
 from ray import serve
-from ray.exceptions import RayActorError
 from ray.serve import Application
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
@@ -27,7 +26,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from serve_apps.access import Access
 from serve_apps.call import GatewayConfig
 from serve_apps.engine_host import EngineHost
-from serve_apps.fleet import ENGINE, SESSION, RayEngines
+from serve_apps.fleet import ENGINE, GONE, SESSION, RayEngines
 from serve_apps.gateway import Gateway
 from serve_apps.messages import EngineLoad, Failure, Ticket, View
 from serve_apps.models import EMBEDDED, MAX_LOAD, HostConfig
@@ -124,7 +123,7 @@ class EngineDeployment:
     async def __del__(self) -> None:
         try:
             await self._drain()
-        except RayActorError:
+        except GONE:
             log.warning("%s went before its conversations had moved; they are rebuilt elsewhere", self.name)
 
     async def _drain(self) -> None:
@@ -148,7 +147,7 @@ class EngineDeployment:
                     await getattr(actor, method).remote(*args)
                 else:  # a promise that nobody has used yet
                     await self.host.close.remote(session)
-            except RayActorError:
+            except GONE:
                 log.warning("session %s is gone while %s hands it over", session, self.name)
 
 
@@ -164,7 +163,13 @@ def _deleted() -> bool:
     return app is None or app.status == ApplicationStatus.DELETING
 
 
-@serve.deployment(name="placement", max_ongoing_requests=100_000, ray_actor_options={"num_cpus": 0})
+@serve.deployment(
+    name="placement",
+    max_ongoing_requests=100_000,
+    health_check_period_s=2,
+    health_check_timeout_s=10,
+    ray_actor_options={"num_cpus": 0},
+)
 class PlacementDeployment:
     """`Placement` over Ray. `engines`: the handle of the engine deployment."""
 

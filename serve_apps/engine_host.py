@@ -182,9 +182,9 @@ class EngineHost:
             await asyncio.wrap_future(closed)
 
     async def book(self, session: str) -> Book | None:
-        """For a session actor that starts again; None if the session is not here."""
+        """For a session actor that starts again; None if the session is not here, or is stuck here."""
         guest = self._guests.get(session)
-        return None if guest is None else guest.book
+        return guest.book if guest is not None and self._dead is None and guest.sealed is None else None
 
     async def restore(self, session: str, book: Book) -> Failure | None:
         """Rebuilds a conversation whose engine is gone, on the row that is promised to it."""
@@ -327,7 +327,7 @@ class EngineHost:
             self._voice.submit(self._asyncio.call_soon_threadsafe, self._end, guest, failure)
 
     def _engine_died(self, error: BaseException) -> None:
-        self._dead = error
+        self._dead, self._draining = error, True
         log.error("the step loop of %s died", self._name, exc_info=error)
         for guest in list(self._guests.values()):
             self._asyncio.call_soon_threadsafe(self._end, guest, ENGINE_FAILED)

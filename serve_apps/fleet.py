@@ -9,13 +9,15 @@ from collections.abc import Collection
 from typing import Any, Protocol
 
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import ObjectLostError, RayActorError
 
 from serve_apps.messages import EngineLoad
 
 log = logging.getLogger("ray.serve")
 ENGINE, SESSION = "engine/", "session/"
 ANSWER_S = 5.0
+GONE = (RayActorError, ObjectLostError)
+"""What a call to an actor raises that is gone, or whose node is, with the answer it had given."""
 
 
 class Engines(Protocol):
@@ -63,7 +65,7 @@ class RayEngines:
         host = await self.handle(engine)
         try:
             return host is not None and await asyncio.wait_for(_ask(host.reserve.remote(session, urgent)), ANSWER_S)
-        except (RayActorError, TimeoutError):
+        except (*GONE, TimeoutError):
             return False
 
     async def cancel(self, engine: str, session: str) -> None:
@@ -71,7 +73,7 @@ class RayEngines:
         try:
             if host is not None:
                 await asyncio.wait_for(_ask(host.close.remote(session)), ANSWER_S)
-        except (RayActorError, TimeoutError):
+        except (*GONE, TimeoutError):
             log.info("engine %s is gone, and session %s's row with it", engine, session)
 
     async def handle(self, engine: str) -> Any | None:
@@ -93,7 +95,7 @@ class RayEngines:
     async def _load(self, host: Any, waiting: int | None) -> EngineLoad | None:
         try:
             return await asyncio.wait_for(_ask(host.load.remote(waiting)), ANSWER_S)
-        except (RayActorError, TimeoutError):
+        except (*GONE, TimeoutError):
             return None
 
 

@@ -22,11 +22,10 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-from ray.exceptions import RayActorError
 
 from serve_apps.book import Book
 from serve_apps.durations import Limits as Limits
-from serve_apps.fleet import Engines
+from serve_apps.fleet import GONE, Engines
 from serve_apps.lease import RETRY_S, Lease
 from serve_apps.messages import Attached, Batch, Failure, Parcel, SessionEnd, SessionOptions, UnitReport, View
 
@@ -76,7 +75,7 @@ class SessionActor:
             try:
                 settings: dict[str, Any] | Failure = await engine.open.remote(self.id, options, token)
                 book: Book | None = await engine.book.remote(self.id)
-            except RayActorError:
+            except GONE:
                 return failure
             if isinstance(settings, Failure):
                 return settings
@@ -124,7 +123,7 @@ class SessionActor:
             return Failure("not_live", f"the conversation is {self.state}: ask again when it is live")
         try:
             answer: str | Failure = await self._lease.engine.query.remote(self.id, question)
-        except RayActorError:
+        except GONE:
             return Failure("busy", "the conversation's engine is being replaced; ask again")
         return answer
 
@@ -176,7 +175,7 @@ class SessionActor:
             self._news.set()
             engine = self._lease.engine or await self._lease.engines.handle(self._lease.name)
             if engine is not None:
-                with suppress(RayActorError):
+                with suppress(*GONE):
                     await engine.close.remote(self.id)
         return self._view()
 
@@ -221,7 +220,7 @@ class SessionActor:
                     return True
                 await old.adopt.remote(self.id, sealed)  # it stays where it was
                 return False
-            except RayActorError:
+            except GONE:
                 return False  # the old engine died meanwhile: the next poll says so
             finally:
                 self._tell("")
@@ -244,7 +243,8 @@ class SessionActor:
         self._lease.engine = None
         self._tell(state)
         if await self._lease.settle(arrive, self._limits.restore_s, lambda: self._end is not None):
-            self._moved(name, since, exact=state == "moving")
+            if self._lease.name != name:
+                self._moved(name, since, exact=state == "moving")
         elif self._end is None:
             message = "the engine of this conversation is gone and no other had a row for it"
             await self.finish("engine_lost", Failure("engine_lost", message))
@@ -252,6 +252,7 @@ class SessionActor:
         await self._send()
 
     def _moved(self, old: str, since: float, exact: bool) -> None:
+        log.warning("session %s goes on with unit %d on %s", self.id, self._book.units, self._lease.name)
         move = {"unit": self._book.units, "from": old, "to": self._lease.name, "exact": exact}
         self._book.moves.append({**move, "seconds": round(time.monotonic() - since, 3)})
 
@@ -282,7 +283,7 @@ class SessionActor:
             number, pcm_S, force_listen = self._unsent[0]
             try:
                 await self._lease.engine.push.remote(self.id, number, pcm_S, force_listen)
-            except RayActorError:
+            except GONE:
                 return  # the next poll says so, and the book has them
             self._unsent.popleft()
 
@@ -296,7 +297,7 @@ class SessionActor:
                 try:
                     # asking for what follows unit N tells the engine that N has arrived
                     batch: Batch = await engine.poll.remote(self.id, self._book.units - 1, self._limits.poll_s)
-                except RayActorError:
+                except GONE:
                     await self._restore(engine)
                     continue
                 self._take(batch.reports)

@@ -19,20 +19,23 @@ log = logging.getLogger("ray.serve")
 
 
 class RaySessions:
-    """One actor a session, in the application's namespace, on another node than its engine where there is one: then no
-    node takes both copies of a conversation's book with it. `app`: the Serve application's name."""
+    """One actor a session, in the application's namespace, on a node without engines where there is one, else on
+    another than its engine's: then no node takes both copies of a conversation's book with it. `app`: the Serve
+    application's name."""
 
     def __init__(self, namespace: str, limits: Limits, app: str = ""):
         self._namespace, self._limits, self._app = namespace, limits, app
+        self._engines = RayEngines(namespace, linger_s=1.0)
 
     async def start(self, session_id: str, ticket: Ticket) -> Any:
-        return await asyncio.to_thread(self._start, session_id, ticket)
+        busy = {load.node for load in await self._engines.loads()}
+        return await asyncio.to_thread(self._start, session_id, ticket, busy)
 
-    def _start(self, session_id: str, ticket: Ticket) -> Any:
+    def _start(self, session_id: str, ticket: Ticket, busy: set[str]) -> Any:
         assert ticket.engine is not None
         assert ticket.node is not None
         nodes = [n["NodeID"] for n in ray.nodes() if n["Alive"] and n["NodeID"] != ticket.node]
-        node = random.choice(nodes) if nodes else ticket.node
+        node = random.choice([n for n in nodes if n not in busy] or nodes or [ticket.node])
         return Session.options(
             name=SESSION + session_id,
             namespace=self._namespace,
@@ -57,7 +60,7 @@ class RaySessions:
 class RaySessionActor(SessionActor):
     def __init__(self, session_id: str, namespace: str, engine_name: str, limits: Limits, app: str):
         super().__init__(session_id, RayEngines(namespace), engine_name, limits, self._leave, SessionGauges(session_id))
-        self._app = app
+        self._app, self._lease.node = app, ray.get_runtime_context().get_node_id()
 
     def _view(self) -> View:
         view = super()._view()

@@ -158,7 +158,9 @@ class Journal:
         conversation = engine.admit(ConversationConfig.from_json(self.config), id)
         copy = conversation.journal = Journal.from_json(self.to_json())
         conversation.units = len(copy.units)
-        whole = min(len(copy.units), len(copy.audio_S) // copy.samples_per_unit)
+        # Finished units whose audio is kept; what follows them was heard and not processed.
+        kept = len(copy.units) - copy._audio_start // copy.samples_per_unit
+        whole = min(kept, len(copy.audio_S) // copy.samples_per_unit)
         pieces = np.split(copy.audio_S, [n * copy.samples_per_unit for n in range(1, whole + 1)])
         for piece in pieces:  # a unit at a time, as a live stream comes
             if len(piece):

@@ -172,6 +172,18 @@ def test_a_rebuilt_conversation_hears_no_second_twice_where_the_encoder_looks_ah
     assert by_position(engine, conversation)[0] == by_position(other, copy)[0]
 
 
+def test_what_was_heard_and_not_processed_is_processed_after_a_rebuild_whose_audio_does_not_go_back_to_the_start():
+    model = StubModel(5)
+    engine, other = Engine(model, config=UNTIMED), Engine(model, config=UNTIMED)
+    conversation = engine.open(CONFIG)
+    engine.push(conversation, PCM[: 8 * UNIT])
+    engine.run()
+    engine.push(conversation, PCM[8 * UNIT : 11 * UNIT])
+    copy = conversation.journal.rebuild(other)
+    assert [result.unit for _, result, _ in other.run()] == [8, 9, 10]
+    assert copy.journal.audio_S.tolist() == PCM[9 * UNIT : 11 * UNIT].tolist()
+
+
 def test_the_journal_keeps_the_last_units_of_audio_only():
     engine = Engine(StubModel(5), config=UNTIMED)
     conversation = engine.open(CONFIG)
