@@ -37,6 +37,8 @@ class Book:
     inputs: int = 0  # number of the last input
     forced: set[int] = field(default_factory=set)  # units to come in which the client wants it to listen
     units: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
     evicted: int = 0
     misses: int = 0
     unit_ms: float = 0.0
@@ -75,6 +77,8 @@ class Book:
             return False
         assert report.unit == self.units, f"unit {report.unit} after {self.units} units"
         self.units += 1
+        self.input_tokens += report.input_tokens
+        self.output_tokens += report.output_tokens
         self.evicted += report.evicted
         self.misses += report.missed
         self.unit_ms += report.unit_ms
@@ -92,6 +96,14 @@ class Book:
 
     def unread(self, after: int) -> list[UnitReport]:
         return [r for r in self.reports if r.unit > after]
+
+    def used(self, after: int) -> tuple[int, int]:
+        """Tokens in and out, but for those of `unread(after)`."""
+        rest = self.unread(after)
+        return (
+            self.input_tokens - sum(r.input_tokens for r in rest),
+            self.output_tokens - sum(r.output_tokens for r in rest),
+        )
 
     def fetched(self, unit: int) -> None:
         """Somebody has got everything up to `unit`: what is older than the last few is forgotten."""
@@ -124,6 +136,7 @@ class Book:
         last = self.last
         return {
             "opened_at": self.opened_at,
+            "system_prompt": self.options.system_prompt,
             "config": self.settings,
             "input": {"appends": self.inputs, "seconds": self.samples / self.samples_per_unit},
             "units": self.units,

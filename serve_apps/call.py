@@ -136,12 +136,12 @@ class Call:
         session = await self._sessions.find(command.session_id)
         if session is None:
             raise WireError("session_not_found", f"no live session {command.session_id[:64]!r}; open another one")
-        attached: Attached | Failure = await session.attach.remote(command.token)
+        attached: Attached | Failure = await session.attach.remote(command.token, command.after)
         if isinstance(attached, Failure):
             raise WireError(attached.code, attached.message)
         self.id, self.session, self._token = command.session_id, session, command.token
         self._reader, self._inputs = attached.reader, attached.appends
-        self._opened.set_result(Opened(self.id, attached.settings, self._token, resumed=True))
+        self._opened.set_result(Opened(self.id, attached.settings, self._token, True, attached.used))
         self._begin(self._follow(command.after))
 
     async def hear(self, pcm_S: Any, force_listen: bool = False) -> None:
@@ -276,8 +276,16 @@ class Call:
         await self._follow(-1)
 
     async def _enter(self) -> Ticket:
-        ticket: Ticket = await self._placement.enter.remote(self.id)
-        return ticket
+        while True:
+            try:
+                ticket: Ticket = await self._placement.enter.remote(self.id)
+                return ticket
+            except RayActorError:
+                await self._placement_lost()
+
+    async def _placement_lost(self) -> None:
+        log.warning("session %s: placement is gone; the line forms anew", self.id)
+        await asyncio.sleep(0.25)
 
     async def _start_session(self, options: SessionOptions, ticket: Ticket) -> None:
         self.session = await self._sessions.start(self.id, ticket)
@@ -288,7 +296,11 @@ class Call:
 
     async def _wait_in_line(self, seen: int) -> Ticket:
         while True:
-            ticket: Ticket = await self._placement.wait.remote(self.id, seen, 5.0)
+            try:
+                ticket: Ticket = await self._placement.wait.remote(self.id, seen, 5.0)
+            except RayActorError:
+                await self._placement_lost()
+                continue
             if ticket.engine is None and ticket.position == 0:
                 raise WireError("session_deleted", "this session was taken out of the waiting line")
             if ticket.engine is not None or ticket.position != seen:

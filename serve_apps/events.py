@@ -106,6 +106,7 @@ class Opened:
     settings: dict[str, Any]  # in force, the budget under `max_kv_tokens`
     resume_token: str
     resumed: bool = False
+    used: tuple[int, int] = (0, 0)  # tokens in and out before the units that follow
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,7 @@ class Attached:
     settings: dict[str, Any]
     appends: int  # inputs taken so far
     units: int
+    used: tuple[int, int]  # tokens in and out, in the units before those that it will be told of
 
 
 @dataclass(frozen=True)

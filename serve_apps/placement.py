@@ -92,6 +92,8 @@ class Placement:
 
     async def wait(self, session: str, seen: int, timeout: float) -> Ticket:
         """Returns once the session is placed, its position differs from `seen`, or after `timeout` seconds."""
+        if session not in self._left:
+            await self.enter(session)  # who knows nothing of it has taken another's place
         waiting = self._line.get(session)
         if waiting is not None and self._ticket(session).position == seen:
             waiting.last_seen = self._clock()

@@ -241,7 +241,8 @@ class Realtime:
 
     def _opened(self, event: Opened) -> Frame:
         self.session_id = event.session_id
-        self._input_tokens += event.settings.get("prefix_tokens", 0)
+        self._input_tokens += event.settings.get("prefix_tokens", 0) + event.used[0]
+        self._output_tokens += event.used[1]
         return self._frame(
             "session.created",
             session_id=event.session_id,

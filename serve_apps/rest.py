@@ -22,6 +22,7 @@ from serve_apps.messages import Failure, View
 ANSWER_S = 5.0  # an actor that does not answer by then is shown as far as it is known
 BODY_S = 10.0
 QUERY_S = 60.0
+LONG = ("transcript", "system_prompt")
 STATUS = {
     "origin_not_allowed": 403,
     "session_not_found": 404,
@@ -60,13 +61,13 @@ class Rest:
         return JSONResponse({"object": "list", "data": data})
 
     async def list_sessions(self, request: Request) -> JSONResponse:
-        """Waiting, live and recently closed sessions, without their transcripts."""
+        """Waiting, live and recently closed sessions, without their texts."""
         if refusal := self._refusal(request):
             return refusal
         directory = await self._placement.directory.remote()
         live = await asyncio.gather(*(self._live(s, engine) for s, engine in directory["placed"].items()))
         views = [*directory["queued"], *live, *directory["records"]]
-        return JSONResponse({"data": [{k: v for k, v in view.items() if k != "transcript"} for view in views]})
+        return JSONResponse({"data": [{k: v for k, v in view.items() if k not in LONG} for view in views]})
 
     async def show_session(self, session_id: str, request: Request) -> JSONResponse:
         if refusal := self._refusal(request):
@@ -146,7 +147,7 @@ class Rest:
             else:
                 heard = " ".join(line["transcript"] for line in view.get("transcript", []) if line["transcript"])
                 engine = await self._engine()
-                answer = await engine.query_record.remote(view.get("config", {}).get("system_prompt"), heard, question)
+                answer = await engine.query_record.remote(view.get("system_prompt"), heard, question)
             if not isinstance(answer, Failure):
                 return answer
             if answer.code not in ("busy", "not_live"):  # being moved or restored

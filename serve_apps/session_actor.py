@@ -145,8 +145,8 @@ class SessionActor:
         self._last_read = time.monotonic()
         return Batch(self._book.unread(after), self._end, self.state)
 
-    async def attach(self, token: str) -> Attached | Failure:
-        """Another socket takes the conversation up; the one before it is told `replaced` and is reader no more."""
+    async def attach(self, token: str, after: int = -1) -> Attached | Failure:
+        """Another socket takes the conversation up, with what follows unit `after`; the one before it is `replaced`."""
         await self._known()
         if self._end is not None:
             return Failure("session_closed", "this conversation has ended; open another one")
@@ -156,7 +156,8 @@ class SessionActor:
         self._reader, self._fetched = self._reader + 1, -1
         self._last_read = time.monotonic()
         self._news.set()
-        return Attached(self._reader, self._book.settings, self._book.inputs, self._book.units)
+        book = self._book
+        return Attached(self._reader, book.settings, book.inputs, book.units, book.used(after))
 
     async def detach(self, reader: int, grace_s: float) -> View | None:
         """The reader's socket is gone. Returns None once another has attached; ends the conversation, and returns what

@@ -31,6 +31,7 @@ ENGINE = "engine/local"
 @dataclass
 class Endpoint:
     address: str
+    other_address: str  # of another gateway, which knows nothing of this one
     desk: Desk
     placement: Placement
     sessions: LocalSessions
@@ -75,8 +76,14 @@ async def endpoint(
     placement = Placement(Fleet(engines.loads, engines.reserve, engines.cancel))
     sessions = LocalSessions(engines.handles[ENGINE], limits)
     settings = GatewayConfig(**{"models": (MODEL,), "resume_grace_s": 0.5, **config})
-    desk = Desk(Handle(placement), sessions, settings)
+    desk, another = (Desk(Handle(placement), sessions, settings) for _ in range(2))
     rest = Rest(Handle(placement), sessions, engines, settings)
+    async with served(gateway(desk, rest)) as address, served(gateway(another, rest)) as other_address:
+        yield Endpoint(address, other_address, desk, placement, sessions, host)
+    host.stop()
+
+
+def gateway(desk: Desk, rest: Rest) -> FastAPI:
     api = FastAPI()
     add_page(api)
     api.websocket("/v1/realtime")(desk.realtime)
@@ -86,9 +93,7 @@ async def endpoint(
     api.get("/v1/sessions/{session_id}")(rest.show_session)
     api.post("/v1/sessions/{session_id}/query")(rest.query_session)
     api.delete("/v1/sessions/{session_id}")(rest.end_session)
-    async with served(api) as address:
-        yield Endpoint(address, desk, placement, sessions, host)
-    host.stop()
+    return api
 
 
 @asynccontextmanager

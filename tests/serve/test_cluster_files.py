@@ -1,18 +1,20 @@
-"""cluster/rayservice.yaml: what Serve reads of it, and KubeRay's own schema where that is at hand."""
+"""cluster/rayservice.yaml: what Serve reads of it, and what KubeRay's own schema says of it."""
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
+from tests import kuberay
+
 ROOT = Path(__file__).resolve().parents[2]
-CRDS = Path(os.environ.get("A2T_CRDS") or ROOT.parent / "shared" / "crds")
 
 
 @pytest.fixture
@@ -39,26 +41,17 @@ def test_serve_and_the_application_accept_what_it_says(manifest: Any) -> None:
     assert manifest["spec"]["rayClusterDeletionDelaySeconds"] > 60
 
 
-def closed(schema: Any) -> Any:
-    """As a server with strict validation reads it: a field that is not listed is an error."""
-    if isinstance(schema, list):
-        return [closed(s) for s in schema]
-    if not isinstance(schema, dict):
-        return schema
-    inner = {key: closed(value) for key, value in schema.items()}
-    if isinstance(schema.get("properties"), dict) and not schema.get("x-kubernetes-preserve-unknown-fields"):
-        inner.setdefault("additionalProperties", False)
-    return inner
-
-
 def test_kuberay_accepts_it(manifest: Any) -> None:
-    path = CRDS / "ray.io_rayservices.yaml"
-    if not path.is_file():
-        pytest.skip("no KubeRay schemas here: set A2T_CRDS to the folder of its custom resource definitions")
-    versions = yaml.safe_load(path.read_text())["spec"]["versions"]
-    (schema,) = (closed(v["schema"]["openAPIV3Schema"]) for v in versions if v["name"] == "v1")
-    schema["properties"]["metadata"] = {}  # Kubernetes' own
-    validator = jsonschema.Draft7Validator(schema)
+    validator = kuberay.validator("rayservices")
     assert [f"{list(e.path)}: {e.message}" for e in validator.iter_errors(manifest)] == []
     manifest["spec"]["serveConfigV3"] = ""
     assert not validator.is_valid(manifest)
+
+
+@pytest.mark.parametrize("kind", kuberay.KINDS)
+def test_the_copies_of_the_schemas_are_kuberay_s(kind: str) -> None:
+    folder = Path(os.environ.get("A2T_CRDS") or ROOT.parent / "shared" / "crds")
+    if not folder.is_dir():
+        pytest.skip("no custom resource definitions of KubeRay here: set A2T_CRDS to their folder")
+    copy = json.loads(gzip.decompress((kuberay.DATA / f"{kind}.json.gz").read_bytes()))
+    assert copy == kuberay.original(folder, kind)

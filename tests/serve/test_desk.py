@@ -20,6 +20,7 @@ from openbmb_realtime import (
     UsageEvent,
     WorkerAssigned,
 )
+from ray.exceptions import RayActorError
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosedError
 
@@ -27,6 +28,7 @@ from a2t.duplex.engine import Engine, EngineConfig
 from jobs.demo.call import hold
 from serve_apps.messages import SessionOptions
 from serve_apps.models import HostConfig, conversation_config
+from serve_apps.placement import Placement
 from tests.serve.endpoint import MODEL, Endpoint, endpoint
 from tests.serve.local import small_model
 
@@ -115,6 +117,23 @@ async def test_who_finds_no_row_waits_in_line(at: Endpoint) -> None:
         assert kinds.index(WorkerAssigned) > 0
         assert kinds[-1] is SessionClosed
     assert {s.id for s in admitted} == {w["id"] for w in waiting}
+
+
+async def test_who_waits_does_not_notice_that_placement_starts_again(at: Endpoint) -> None:
+    held = await asyncio.gather(*(at.client().audio.connect(model=MODEL) for _ in range(2)))
+    waiting = asyncio.create_task(at.client().audio.connect(model=MODEL))
+    async with asyncio.timeout(30):
+        while not at.placement.waiting:
+            await asyncio.sleep(0.05)
+    at.desk.placement.broken = RayActorError()
+    await asyncio.sleep(0.3)
+    at.desk.placement.actor, at.desk.placement.broken = Placement(at.placement._fleet), None
+    await held[0].close()
+    await (await waiting).close()
+    await held[1].close()
+    async with asyncio.timeout(30):
+        while (await at.host.load()).sessions:
+            await asyncio.sleep(0.05)
 
 
 @pytest.mark.parametrize(

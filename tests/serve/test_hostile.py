@@ -183,7 +183,8 @@ async def test_a_lost_socket_s_conversation_is_taken_up_and_nothing_is_missed() 
         address = f"{at.socket}&session={created['session_id']}"
         assert await errors_of(f"{address}&token=wrong") == "resume_refused"
         assert await errors_of(f"{at.socket}&session=sess_none&token=x") == "session_not_found"
-        again = await connect(f"{address}&token={created['resume_token']}&after=1")
+        elsewhere = address.replace(at.address.replace("http", "ws"), at.other_address.replace("http", "ws"))
+        again = await connect(f"{elsewhere}&token={created['resume_token']}&after=1")
         created_again = await received(again)
         assert (created_again["session_id"], created_again["resumed"]) == (created["session_id"], True)
         await again.send(build_input_append(_base64(audio[5 * 16_000 :])))
@@ -193,6 +194,10 @@ async def test_a_lost_socket_s_conversation_is_taken_up_and_nothing_is_missed() 
                 event = await received(again)
                 rest += [event] if event["type"] == "a2t.unit" else []
         assert [u["unit"] for u in first + rest] == list(range(8))
+        used = created["config"]["prefix_tokens"]
+        for unit in first + rest:  # each second: what was fed but for the two marks around it
+            used += unit["positions"] - 2
+            assert unit["usage"]["total_tokens"] == used
         third = await connect(f"{address}&token={created['resume_token']}&after=7")  # the second still thinks it is on
         assert (await received(third))["resumed"] is True
         async with asyncio.timeout(60):

@@ -22,7 +22,7 @@ from serve_apps.models import HostConfig, conversation_config
 from tests.serve.endpoint import MODEL, Endpoint, endpoint
 from tests.serve.local import small_model
 
-QUESTION = "w3 w5 w7"
+QUESTION, PROMPT = "w3 w5 w7", "w1 w2 w3"
 
 
 @pytest.fixture
@@ -56,13 +56,13 @@ async def heard(session: Any, units: int) -> None:
 async def test_a_question_is_answered_from_the_transcript_and_the_conversation_does_not_notice(at: Endpoint) -> None:
     audio = noise(12)
     reference = Engine(small_model(), rows=1, capacity=1024, config=EngineConfig(side_channel_budget_s=None))
-    conversation = reference.open(settings(budget=60, system_prompt="w1 w2 w3"))
+    conversation = reference.open(settings(budget=60, system_prompt=PROMPT))
     reference.push(conversation, audio[: 6 * 16_000])
     reference.run()
     expected = reference.ask(conversation, QUESTION)
 
     config = RealtimeConfig(max_kv_tokens=60)
-    session = await at.client().audio.connect(model=MODEL, system_prompt="w1 w2 w3", config=config)
+    session = await at.client().audio.connect(model=MODEL, system_prompt=PROMPT, config=config)
     await session.send_audio(audio[: 6 * 16_000].tobytes())
     await heard(session, 6)
     before = (await at.get(f"/v1/sessions/{session.id}")).json()
@@ -76,7 +76,7 @@ async def test_a_question_is_answered_from_the_transcript_and_the_conversation_d
     await session.send_audio(audio[6 * 16_000 :].tobytes())
     await heard(session, 6)
     view = (await at.get(f"/v1/sessions/{session.id}")).json()
-    unasked = await hold(at.address, MODEL, audio, budget=60, prompt="w1 w2 w3")
+    unasked = await hold(at.address, MODEL, audio, budget=60, prompt=PROMPT)
     other = (await at.get(f"/v1/sessions/{unasked.session_id}")).json()
     assert view["transcript"] == other["transcript"]
     assert view["transcript"], "the random model never wrote: choose another seed"
@@ -85,17 +85,21 @@ async def test_a_question_is_answered_from_the_transcript_and_the_conversation_d
 
 
 async def test_after_its_end_a_conversation_is_asked_from_its_record(at: Endpoint) -> None:
-    talk = await hold(at.address, MODEL, noise(8), budget=60)
+    talk = await hold(at.address, MODEL, noise(8), budget=60, prompt=PROMPT)
     await at.empty()
     answer = await ask(at, talk.session_id)
     assert answer.status_code == 200
     assert answer.json()["from_record"] is True
     model = small_model()
-    engine = Engine(model, rows=1, capacity=1024, config=EngineConfig(side_channel_budget_s=None))
-    conversation = engine.open(settings(budget=60))
+    engine = Engine(model, rows=2, capacity=1024, config=EngineConfig(side_channel_budget_s=None))
+    conversation = engine.open(settings(budget=60, system_prompt=PROMPT))
     engine.push(conversation, noise(8))
     engine.run()
     assert answer.json()["answer"] == engine.ask(conversation, QUESTION)
+    other = engine.open(settings(budget=60))
+    engine.push(other, noise(8))
+    engine.run()
+    assert answer.json()["answer"] != engine.ask(other, QUESTION), "the prompt changes nothing: choose another"
     assert (await at.host.load()).sessions == ()
 
 
