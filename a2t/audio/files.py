@@ -1,5 +1,7 @@
 """Audio files of any sample rate and channel count, read as what the models hear: 16 kHz mono float32.
 
+A file is named by its path or by a URI that fsspec knows (s3://...), which is read where it lies.
+
 Reading is streamed in blocks, so a file of many hours costs no more memory than one of a second.  Decoding is
 libsndfile's (wav, flac and what else it knows), rate conversion is soxr's; the edges of blocks leave no trace.
 """
@@ -7,9 +9,12 @@ libsndfile's (wav, flac and what else it knows), rate conversion is soxr's; the 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import numpy as np
 import soundfile
 import soxr
@@ -25,7 +30,7 @@ _READ_VALUES = 2**20  # samples times channels decoded at once: 4 MB
 class AudioInfo:
     """What a file's header says. `frames` can be wrong in damaged or streamed files: reading goes by what is there."""
 
-    path: Path
+    path: str | Path
     sample_rate: int
     channels: int
     frames: int
@@ -87,7 +92,6 @@ class Mono16k:
 
 def audio_info(path: str | Path) -> AudioInfo:
     """Raises ValueError for a path that is missing, not a file, empty, or not an audio file."""
-    path = Path(path)
     with _open(path) as file:
         return AudioInfo(path, file.samplerate, file.channels, file.frames, f"{file.format} {file.subtype}")
 
@@ -156,7 +160,17 @@ def _blocks(info: AudioInfo, block: int) -> Iterator[np.ndarray]:
         yield held[0]
 
 
-def _open(path: Path) -> soundfile.SoundFile:
+@contextmanager
+def _open(path: str | Path) -> Iterator[soundfile.SoundFile]:
+    if "://" in str(path):
+        try:
+            opened = fsspec.open(str(path), "rb").open()
+        except (OSError, ImportError, ValueError) as error:
+            raise ValueError(f"{path}: cannot be opened ({type(error).__name__}: {error})") from error
+        with opened as source, _decoding(source, path) as file:
+            yield file
+        return
+    path = Path(path)
     if not path.exists():
         raise ValueError(f"{path}: there is no such file")
     if not path.is_file():
@@ -165,10 +179,15 @@ def _open(path: Path) -> soundfile.SoundFile:
         raise ValueError(f"{path}: is empty (0 bytes)")
     if path.suffix.lower() == ".raw":
         raise ValueError(f"{path}: bare samples have no header that says their rate and format; save them as wav")
+    with _decoding(path, path) as file:
+        yield file
+
+
+def _decoding(source: Any, name: str | Path) -> soundfile.SoundFile:
     try:
-        return soundfile.SoundFile(path)
+        return soundfile.SoundFile(source)
     except (soundfile.LibsndfileError, OSError) as error:
         reason = error.error_string if isinstance(error, soundfile.LibsndfileError) else str(error)
         raise ValueError(
-            f"{path}: not an audio file that can be read, such as wav or flac ({reason.rstrip('.')})"
+            f"{name}: not an audio file that can be read, such as wav or flac ({reason.rstrip('.')})"
         ) from error

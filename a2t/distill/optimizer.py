@@ -108,6 +108,10 @@ class Optimizer:
 
     # What a checkpoint holds: whole tensors by name, whatever held them.
 
+    def whole(self) -> contextlib.AbstractContextManager[Any]:
+        """Within it what is trained can be read on every worker. All workers call it together."""
+        return contextlib.nullcontext()
+
     def state(self) -> dict[str, Tensor]:
         """`param.`, `exp_avg.` and `exp_avg_sq.` of every trained parameter. All workers call it together."""
         out = {f"param.{n}": p.detach() for n, p in self.named.items()}
@@ -131,5 +135,5 @@ class Optimizer:
         for name, p in self.named.items():
             p.copy_(state[f"param.{name}"])
             if self.done:
-                moments = {key: state[f"{key}.{name}"].to(p.device) for key in MOMENTS}
+                moments = {key: state[f"{key}.{name}"].to(p) for key in MOMENTS}  # another number of workers' dtype
                 self.adam.state[p] = {"step": torch.tensor(float(self.done)), **moments}

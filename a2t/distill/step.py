@@ -26,7 +26,6 @@ from a2t.distill.losses import TERMS, Counts, Rows, step_losses
 from a2t.distill.optimizer import Optimizer, sum_over_workers, world
 from a2t.distill.packing import packed_forward
 from a2t.distill.teacher import frozen_hidden, with_audio
-from a2t.distill.zero import gathered
 from a2t.duplex.protocol import SpecialTokens
 from a2t.models.adapters import new_adapter
 from a2t.models.scope import Gate, Scope
@@ -76,6 +75,11 @@ class Student(nn.Module):
     def device(self) -> torch.device:
         return self._output.get_base_layer().weight.device
 
+    @property
+    def read_outside(self) -> list[nn.Parameter]:
+        """Frozen matrices that the forward reads without calling their layers: what shards the model must know."""
+        return [layer.get_base_layer().weight for layer in (self._embedding, self._output)]
+
     def trainable(self) -> dict[str, nn.Parameter]:
         return {n: p for n, p in self.named_parameters() if p.requires_grad}
 
@@ -85,8 +89,7 @@ class Student(nn.Module):
         """Token and audio embeddings of the row, [T, hidden], with the student's own two rows."""
         ids_T = sequences.ids_T
         rows_2D = self._embedding.trainable_tokens_delta["default"]
-        with gathered(base_VD := self._embedding.get_base_layer().weight):
-            e_TD = F.embedding(ids_T, base_VD)
+        e_TD = F.embedding(ids_T, self._embedding.get_base_layer().weight)
         for n, token in enumerate(self.new_tokens):
             e_TD = torch.where((ids_T == token)[:, None], rows_2D[n].to(e_TD.dtype), e_TD)
         return with_audio(e_TD, sequences)
@@ -109,9 +112,8 @@ class Student(nn.Module):
     @torch.no_grad()
     def teacher_hidden(self, sequences: Sequences) -> Tensor:
         """The frozen model's final hidden states [T, D]: the same weights with the adapter switched off."""
-        embedding_VD = self._embedding.get_base_layer().weight
-        with self.peft.disable_adapter(), _evaluating(self.decoder), gathered(embedding_VD):
-            return frozen_hidden(self.decoder, embedding_VD, sequences)
+        with self.peft.disable_adapter(), _evaluating(self.decoder):
+            return frozen_hidden(self.decoder, self._embedding.get_base_layer().weight, sequences)
 
     def forward(self, batch: Batch, counts: Counts) -> tuple[Tensor, Tensor]:
         """The batch's part of the step's loss (a scalar) and of its four terms [4]; `counts` are the whole step's."""
@@ -120,12 +122,11 @@ class Student(nn.Module):
             assert batch.teacher is not None
             teacher_ED = self.teacher_hidden(batch.teacher)[batch.teacher_at_E]
         hidden_ND = self.hidden(batch.student)[batch.at_N]
-        output_VD = self._output.get_base_layer().weight
-        with gathered(output_VD), _no_autocast(hidden_ND):
+        with _no_autocast(hidden_ND):
             return step_losses(
                 hidden_ND,
                 self._output.trainable_tokens_delta["default"],
-                output_VD,
+                self._output.get_base_layer().weight,
                 Rows(batch.tokens_N, batch.groups_N, teacher_ED),
                 self.new_tokens,
                 counts,

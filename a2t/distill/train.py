@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from a2t.distill.batches import Batch, collate, counts_of, plan_epoch, split_step
@@ -131,6 +132,11 @@ class Distillation:
         """Everything that a resumed run needs; the folder is also a PEFT adapter. All workers call it together and go
         on when it is there."""
         tensors = self.optimizer.state()
+        with self.optimizer.whole():
+            self._write(place, base, tensors)
+        sum_over_workers([0.0])
+
+    def _write(self, place: Place, base: str, tensors: dict[str, Tensor]) -> None:
         if world()[0] == 0:
             with place.writing(last=LAST) as folder:
                 save_adapter(self.student.peft, folder, base=base)
@@ -138,7 +144,6 @@ class Distillation:
                 save_file(tensors, folder / "training.safetensors")
                 state = {"done": self.done, "steps": len(self.steps), "config": dataclasses.asdict(self.config)}
                 (folder / LAST).write_text(json.dumps(state, indent=1) + "\n")
-        sum_over_workers([0.0])
 
     def load(self, place: Place) -> None:
         """Goes on from `save`. Raises ValueError if it was written under other settings or by another model."""
@@ -189,10 +194,10 @@ def distill(
     checkpoint = run_folder.newest()
     if checkpoint is not None:
         run.load(checkpoint)
+    validated = [line for line in run_folder.lines("validation.jsonl") if line["step"] <= run.done]
     sum_over_workers([0.0])  # all have read what there is before anyone writes
     if rank == 0:
         run_folder.begin(run.done)
-    validated = [line for line in run_folder.lines("validation.jsonl") if line["step"] <= run.done]
     saved = time.monotonic()
     while True:
         epoch = run.epoch_ended

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from a2t.distill.config import DistillConfig
 from a2t.distill.optimizer import MOMENTS, Optimizer, adamw
+from a2t.distill.step import Student
 
 STAGES = (2, 3)
 
@@ -24,15 +25,13 @@ class ZeroOptimizer(Optimizer):
     """Needs torch.distributed. Raises ValueError where DeepSpeed is not installed."""
 
     def __init__(
-        self, student: nn.Module, named: dict[str, nn.Parameter], config: DistillConfig, total_steps: int, stage: int
+        self, student: Student, named: dict[str, nn.Parameter], config: DistillConfig, total_steps: int, stage: int
     ):
         deepspeed = _deepspeed()
         os.environ.setdefault("LOCAL_RANK", "0")  # launchers and Ray Train set it; without either there is one machine
         self.named, self.config, self.total_steps, self.done = named, config, total_steps, 0
         self.student, self.stage = student, stage
         adam = adamw(named, config)
-        for group in adam.param_groups:
-            group["lr"] = 0.0  # stage 3 takes a step without gradients to make Adam's moments
         # Everything trained is small and is read outside of its module's forward: it stays whole.
         largest = max(p.numel() for p in named.values())
         settings = {
@@ -45,6 +44,8 @@ class ZeroOptimizer(Optimizer):
         }
         if stage == 3:  # done here and not within `initialize`, which refuses float64
             deepspeed.zero.Init(module=student, config_dict_or_path=settings, dtype=torch.float32)
+            for matrix in student.read_outside:
+                deepspeed.zero.register_external_parameter(student, matrix)
         self.engine, self.sharded, *_ = deepspeed.initialize(
             model=student, optimizer=adam, config=settings, dist_init_required=False
         )
@@ -56,17 +57,16 @@ class ZeroOptimizer(Optimizer):
         for held in self.adam.state.values():
             held["step"] = torch.tensor(float(done))
 
-    def _link(self) -> None:
-        """Stage 2 looks for the moments of all groups when the first one has been updated, and never again."""
-        if self.stage != 2:
-            return
-        for group in self.adam.param_groups:
-            for flat in group["params"]:
-                if not self.adam.state[flat]:
-                    moments = {key: torch.zeros_like(flat) for key in MOMENTS}
-                    self.adam.state[flat] = {"step": torch.tensor(0.0), **moments}
-        self.sharded._hp_optimizer_states_linked = False
-        self.sharded._lazy_init_hp_params_optimizer_state()
+    def _make_moments(self) -> None:
+        """Adam makes its moments with the first step; they are read and set before it as well."""
+        flats = self.sharded.fp32_partitioned_groups_flat if self.stage == 3 else _parameters(self.adam)
+        for flat in flats:
+            if not self.adam.state[flat]:
+                moments = {key: torch.zeros_like(flat) for key in MOMENTS}
+                self.adam.state[flat] = {"step": torch.tensor(0.0), **moments}
+        if self.stage == 2:  # it looks for all moments when the first of them has been updated, and never again
+            self.sharded._hp_optimizer_states_linked = False
+            self.sharded._lazy_init_hp_params_optimizer_state()
 
     def backward(self, forward: Callable[[], tuple[Tensor, Tensor]], scale: float, last: bool) -> tuple[Tensor, Tensor]:
         self.engine.set_gradient_accumulation_boundary(last)
@@ -89,7 +89,7 @@ class ZeroOptimizer(Optimizer):
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         out = {}
-        self._link()
+        self._make_moments()
         for name, p in self.named.items():
             out[f"param.{name}"] = safe_get_full_fp32_param(p)
             for key in MOMENTS if self.done else ():
@@ -97,24 +97,27 @@ class ZeroOptimizer(Optimizer):
         whole = {k: v.view(self.shape(self.named[k.partition(".")[2]])) for k, v in out.items()}
         return {k: v.detach().cpu().clone() for k, v in whole.items()}
 
+    def whole(self, change: bool = False) -> contextlib.AbstractContextManager[Any]:
+        gathered = _deepspeed().zero.GatheredParameters
+        return gathered(list(self.named.values()), modifier_rank=0 if change else None)
+
     @torch.no_grad()
     def _load(self, state: dict[str, Tensor]) -> None:
         from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
-        self._link()
-        for name, p in self.named.items():
+        self._make_moments()
+        with self.whole(change=True):
+            for name, p in self.named.items():
+                p.copy_(state[f"param.{name}"])
+        for name, p in self.named.items():  # the optimizer's own copies
             safe_set_full_fp32_param(p, state[f"param.{name}"].to(p.device))
-            p.data.copy_(state[f"param.{name}"])  # whole on every worker: see the threshold above
             for key in MOMENTS if self.done else ():
                 safe_set_full_optimizer_state(p, state[f"{key}.{name}"].to(p.device), key)
         self._count(self.done)
 
 
-def gathered(*parameters: nn.Parameter) -> contextlib.AbstractContextManager[Any]:
-    """Within it the parameters are whole: stage 3 leaves each worker a part of them."""
-    if not any(hasattr(p, "ds_id") for p in parameters):
-        return contextlib.nullcontext()
-    return _deepspeed().zero.GatheredParameters(list(parameters))
+def _parameters(adam: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in adam.param_groups for p in group["params"]]
 
 
 def _deepspeed() -> Any:

@@ -7,6 +7,7 @@ import tracemalloc
 import wave
 from pathlib import Path
 
+import fsspec
 import numpy as np
 import pytest
 import scipy.signal
@@ -167,6 +168,22 @@ def test_missing_and_folder(tmp_path: Path) -> None:
         read_audio(tmp_path / "nowhere.wav")
     with pytest.raises(ValueError, match="is a folder"):
         read_audio(tmp_path)
+
+
+def test_a_uri_is_read_where_it_lies(tmp_path: Path) -> None:
+    path = tmp_path / "a.flac"
+    soundfile.write(path, tone(24_000), 16_000)
+    fsspec.filesystem("memory").pipe_file("/a2t-audio/a.flac", path.read_bytes())
+    for uri in (f"file://{path}", "memory://a2t-audio/a.flac"):
+        assert np.array_equal(read_audio(uri), read_audio(path))
+        assert audio_info(uri).seconds == 1.5
+    for uri in ("memory://a2t-audio/b.flac", "nowhere://a.flac"):
+        with pytest.raises(ValueError, match=f"{uri}: cannot be opened"):
+            read_audio(uri)
+    fsspec.filesystem("memory").pipe_file("/a2t-audio/c.flac", b"no audio")
+    with pytest.raises(ValueError, match=r"c\.flac: not an audio file"):
+        read_audio("memory://a2t-audio/c.flac")
+    fsspec.filesystem("memory").rm("/a2t-audio", recursive=True)
 
 
 def test_a_header_without_samples(tmp_path: Path) -> None:

@@ -50,6 +50,8 @@ def test_examples():
 def test_no_words_and_audio_shorter_than_a_unit():
     assert words_to_units([], 1).segments == ((),)
     assert words_to_units([Word("a", 0.0, 0.2)], 1).segments == ((Word("a", 0.0, 0.2),),)
+    late = words_to_units([Word("a", 0.3, 0.6)], 1)
+    assert late.segments == ((), (Word("a", 0.3, 0.6),)) and late.trailing_units == 1
 
 
 def test_refused_arguments():

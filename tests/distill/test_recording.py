@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -43,7 +44,7 @@ def manifest(tmp_path_factory):
     for n, seconds in enumerate((2.4, 1.0, 3.7, 0.6, 17.0)):
         write_wav(folder / f"{n}.wav", 0.1 * rng.standard_normal(int(seconds * 16000)))
         words = [Word(f"w{i}", t, t + 0.3) for i, t in enumerate(np.arange(0.1, seconds - 0.3, 0.35).tolist())]
-        words += [Word("w9", seconds + 3, seconds + 3.2)] if n == 2 else []
+        words += {2: [Word("w9", seconds + 3, seconds + 3.2)], 3: [Word("w1", 0.45, 0.6)]}.get(n, [])
         native = [["<|listen|>"], ["<|speak|>", "w3", 40, "<|turn_eos|>", "<|chunk_eos|>"]] if n != 3 else None
         rows.append(
             Row(f"r{n}", f"{n}.wav", seconds, "s", "train", tuple(words), native=native, extra={"prompt": f"w{n}"})
@@ -97,11 +98,22 @@ def test_recorded_native_tokens_and_teacher_states_are_those_of_the_live_stream(
     assert "1 words past the end of their audio (r2: w9)" in str(report)
 
 
-def test_one_at_a_time_records_the_same(model, manifest):
-    rows = Manifest.read(manifest)[:4]
-    for a, b in zip(record(model, manifest, rows, at_once=4), record(model, manifest, rows, at_once=1), strict=True):
+def test_one_at_a_time_and_from_a_uri_it_records_the_same(model, manifest):
+    memory = fsspec.filesystem("memory")
+    for file in manifest.parent.iterdir():
+        memory.pipe_file(f"/a2t-recording/{file.name}", file.read_bytes())
+    there = f"memory://a2t-recording/{manifest.name}"
+    rows, report = Manifest.read(manifest), Report()
+    once = list(record(model, there, Manifest.read(there), at_once=5, max_seconds=None, report=report))
+    memory.rm("/a2t-recording", recursive=True)
+    for a, b in zip(once, record(model, manifest, rows, at_once=1, max_seconds=None), strict=True):
         assert (a.id, a.prefix, a.units) == (b.id, b.prefix, b.units)
         torch.testing.assert_close(a.audio_AD, b.audio_AD, rtol=0, atol=1e-5)  # the encoder runs in float32
+    # Shorter than a unit, its last word heard out only in the unit after it; and longer than most.
+    short, long = ([model.tokenizer.decode(u.segment or ()) for u in e.units] for e in once[3:])
+    assert short[:2] == ["w0", "w1"] and not any(short[2:])
+    assert len(long) >= 17 and " ".join(filter(None, long)).split() == [w.word for w in rows[4].words]
+    assert not report.too_long
 
 
 def test_native_units_of_the_manifest_are_taken_as_they_are(model, manifest):

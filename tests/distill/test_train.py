@@ -18,6 +18,7 @@ from a2t.distill.place import Place
 from a2t.distill.step import Student
 from a2t.distill.teacher import StorePlan, model_hash, write_store
 from a2t.distill.train import distill
+from a2t.distill.zero import STAGES
 from a2t.models.adapters import save_adapter
 from tests.distill.samples import TOKENS, make_example, make_language
 
@@ -54,23 +55,21 @@ def assert_same(a, b, atol):
         torch.testing.assert_close(a[name], b[name], rtol=0, atol=atol)
 
 
-def work(rank, workers, out, config, how):
+def work(rank, workers, out):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{out}.rendezvous", rank=rank, world_size=workers)
-    distill(make_language(), TOKENS, CORPUS, out, config, **how)
+    distill(make_language(), TOKENS, CORPUS, out, CONFIG, wrap=DistributedDataParallel)
     dist.destroy_process_group()
 
 
-def on_workers(workers, out, config=CONFIG, **how):
-    """The adapter that so many processes train."""
+def in_processes(workers, target, *args):
     context = multiprocessing.get_context("fork")  # the imports are paid already
-    processes = [context.Process(target=work, args=(rank, workers, out, config, how)) for rank in range(workers)]
+    processes = [context.Process(target=target, args=(rank, workers, *args)) for rank in range(workers)]
     for p in processes:
         p.start()
     for p in processes:
         p.join(240)
     assert [p.exitcode for p in processes] == [0] * workers
-    return out / "adapter"
 
 
 @pytest.fixture(scope="module")
@@ -91,32 +90,51 @@ def test_small_forwards_train_the_same(whole, tmp_path):
 
 @pytest.mark.parametrize("workers", [2, 3])
 def test_workers_train_the_same_as_one_process(whole, tmp_path, workers):
-    adapter = on_workers(workers, tmp_path / "out", wrap=DistributedDataParallel)
-    assert_same(whole, adapter, 1e-6)  # sums in another order, which Adam magnifies
+    in_processes(workers, work, tmp_path / "out")
+    assert_same(whole, tmp_path / "out" / "adapter", 1e-6)  # sums in another order, which Adam magnifies
     for a, b in zip(log_of(whole.parent), log_of(tmp_path / "out"), strict=True):
         assert a == pytest.approx(b, rel=1e-6)
 
 
-@pytest.mark.skip(reason="ZeRO is not right yet in float64 (jobs/README.md)")
-@pytest.mark.parametrize("stage", [2, 3])
-def test_sharded_by_deepspeed_it_trains_the_same(tmp_path, stage):
+def both_stages(rank, workers, out, config):
+    """ZeRO-2 and ZeRO-3 from the start, and each of them on from the other's last checkpoint but one."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{out}/rendezvous", rank=rank, world_size=workers)
+    for stage in STAGES:
+        distill(make_language(), TOKENS, CORPUS, out / f"{stage}", config, zero=stage, checkpoint_seconds=0.0)
+    if rank == 0:
+        for stage in STAGES:
+            without_the_last_step(out / f"{stage}", out / f"on-from-{stage}")
+    dist.barrier()
+    for stage, other in zip(STAGES, reversed(STAGES), strict=True):
+        distill(make_language(), TOKENS, CORPUS, out / f"on-from-{other}", config, zero=stage, checkpoint_seconds=0.0)
+    dist.destroy_process_group()
+
+
+def without_the_last_step(run, copy):
+    shutil.copytree(run, copy)
+    last = sorted((copy / "checkpoints").iterdir())[-1]
+    shutil.rmtree(last)
+    shutil.rmtree(copy / "adapter")
+
+
+def test_sharded_by_deepspeed_it_trains_the_same(tmp_path):
     """DeepSpeed keeps its masters and sums in float32: at the paper's rate that moves nothing by 1e-6."""
     pytest.importorskip("deepspeed")
     paper = replace(CONFIG, learning_rate=1e-4, epochs=1)
     alone = folder(distill(make_language(), TOKENS, CORPUS, tmp_path / "alone", paper))
-    sharded = on_workers(2, tmp_path / "out", paper, zero=stage, checkpoint_seconds=0.0)
-    assert_same(alone, sharded, 1e-6)
+    in_processes(2, both_stages, tmp_path, paper)
+    for run in ("2", "3", "on-from-2", "on-from-3"):
+        assert_same(alone, tmp_path / run / "adapter", 1e-6)
+        for a, b in zip(log_of(alone.parent), log_of(tmp_path / run), strict=True):
+            assert a == pytest.approx(b, rel=1e-5)
     start = Student(make_language(), TOKENS, paper)
     save_adapter(start.peft, tmp_path / "start")
-    moved = [float((adapter(sharded)[k] - v).abs().max()) for k, v in adapter(tmp_path / "start").items()]
+    moved = [float((adapter(alone)[k] - v).abs().max()) for k, v in adapter(tmp_path / "start").items()]
     assert min(moved) > 5e-5, "the comparison is of adapters that have moved"
-    for a, b in zip(log_of(alone.parent), log_of(tmp_path / "out"), strict=True):
-        assert a == pytest.approx(b, rel=1e-5)
-    # What it left is what one process can go on from: the last checkpoint but one, in DeepSpeed's absence.
-    _, last = sorted((tmp_path / "out" / "checkpoints").iterdir())
-    shutil.rmtree(last)
-    again = distill(make_language(), TOKENS, CORPUS, tmp_path / "out", paper)
-    assert_same(alone, again, 1e-6)
+    # What it left is what one process can go on from, without DeepSpeed.
+    without_the_last_step(tmp_path / "3", tmp_path / "again")
+    assert_same(alone, distill(make_language(), TOKENS, CORPUS, tmp_path / "again", paper), 1e-6)
 
 
 def test_a_stopped_run_goes_on_to_the_same_adapter(whole, tmp_path):
