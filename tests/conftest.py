@@ -25,10 +25,25 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 SEED = 20_26
+SHARE_RAY = ("tests/serve/", "tests/examples/", "tests/jobs/test_training", "tests/jobs/test_prepare", "tests/test_top")
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("a2t", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("a2t")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """What `pytest -n 2` runs side by side: all that shares Ray stays in one process, and every other module is whole,
+    so that its fixtures are made once."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class OneRay(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            module = nodeid.split("::")[0]
+            return "ray" if module.startswith(SHARE_RAY) else module
+
+    return OneRay(config, log)
 
 
 @pytest.fixture(autouse=True)
