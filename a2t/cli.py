@@ -100,7 +100,7 @@ def _add_top(commands: Any) -> None:
         metavar="ADDRESS",
         help="host:port of a node's metrics, or Ray's prom_metrics_service_discovery.json (the Ray that runs here)",
     )
-    p.add_argument("--every", type=_interval, default=2.0, metavar="S", help="seconds between two readings (2)")
+    p.add_argument("--every", type=_interval, default=5.0, metavar="S", help="seconds between two readings (5)")
     p.add_argument("--once", action="store_true", help="read once, print, end")
     p.set_defaults(run=_top)
 

@@ -27,11 +27,12 @@ from a2t.kv.kinds import Kind
 from a2t.live import SHOWN, clock, grouped, size
 
 PREFIX = "ray_a2t_"
+FLEET = {"ray_serve_autoscaling_desired_replicas": "wanted", "ray_serve_deployment_replica_healthy": "running"}
 BAR = 24
 DISCOVERY = "prom_metrics_service_discovery.json"
-TIMEOUT_S = 5.0
-WIDE = 120
-FIRST_TO_GO = {"free", "forwards", "at work", "by kind", "encoder", "actor", "unit ms"}
+TIMEOUT_S = 20.0  # a node with many processes behind it, on a busy machine, takes its time
+WIDE = 160
+FIRST_TO_GO = {"free", "forwards", "at work", "memory", "by kind", "encoder", "actor", "unit ms", "behind"}
 """Columns for which a narrow terminal has no room."""
 
 Row = dict[str, str | Text]
@@ -57,10 +58,13 @@ class Snapshot:
 
     sessions: dict[str, Session] = field(default_factory=lambda: defaultdict(Session))
     engines: dict[str, Engine] = field(default_factory=lambda: defaultdict(Engine))
+    fleet: dict[str, float] = field(default_factory=dict)  # engines that Serve wants, if it scales them, and has
 
     def read(self, text: str) -> None:
         """Takes one node's metrics, in Prometheus' text format."""
         for family in text_string_to_metric_families(text):
+            if (word := FLEET.get(family.name)) is not None:
+                self._fleet(word, [s.value for s in family.samples if s.labels.get("deployment") == "engine"])
             if not family.name.startswith(PREFIX):
                 continue
             for sample in family.samples:
@@ -69,6 +73,10 @@ class Snapshot:
                     self._session(self.sessions[session], name.removeprefix("session_"), labels, value)
                 elif (engine := labels.get("engine")) is not None:
                     _engine(self.engines[engine], name.removeprefix("engine_"), labels, value)
+
+    def _fleet(self, word: str, values: Sequence[float]) -> None:
+        if values:
+            self.fleet[word] = self.fleet.get(word, 0.0) + sum(values)
 
     @staticmethod
     def _session(session: Session, name: str, labels: Mapping[str, str], value: float) -> None:
@@ -158,7 +166,9 @@ def view(now: Snapshot, before: Snapshot | None = None, width: int = 200) -> Ren
     legend = Text("conversations   ", style="bold")
     for name, (_, style) in SHOWN.items():
         legend.append("█ ", style).append(f"{name}  ", "not bold")
-    return Group(_table("engines", engines, width), Text(), _table(legend, sessions, width))
+    fleet = ", ".join(f"{count:,.0f} {word}" for word, count in sorted(now.fleet.items(), reverse=True))
+    title = Text("engines   ", style="bold").append(fleet, "not bold")
+    return Group(_table(title, engines, width), Text(), _table(legend, sessions, width))
 
 
 def _engine_row(name: str, engine: Engine, before: Snapshot | None) -> Row:
@@ -176,6 +186,7 @@ def _engine_row(name: str, engine: Engine, before: Snapshot | None) -> Row:
         "forwards": _number(v.get("forwards_per_unit"), 1),
         "at work": "–" if "busy_share" not in v else f"{v['busy_share']:.0%}",
         "misses": _number(v.get("missed_units_total", 0.0)),
+        "memory": size(round(v.get("host_uss_bytes", 0.0))),
         "restores": _number(v.get("restores")) + (f", {failed:,.0f} failed" if failed else ""),
     }
 
@@ -195,12 +206,13 @@ def _session_row(name: str, session: Session) -> Row:
         "encoder": size(round(v.get("encoder_bytes", 0.0))),
         "actor": size(round(v.get("host_uss_bytes", 0.0))),
         "unit ms": _number(v.get("unit_ms")),
+        "behind": "–" if "backlog_s" not in v else f"{v['backlog_s']:.1f} s",
         "misses": _number(v.get("deadline_misses")),
     }
 
 
-def _table(title: str | Text, rows: Sequence[Row], width: int) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+def _table(title: Text, rows: Sequence[Row], width: int) -> Table:
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     columns = [c for c in (rows[0] if rows else {}) if width >= WIDE or c not in FIRST_TO_GO]
     for column in columns:
         words = column in ("engine", "conversation", "state", "by kind")

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from a2t.cli import main
 from a2t.kv.kinds import Kind
-from a2t.top import DISCOVERY, Snapshot, addresses, quantile, scrape, view
+from a2t.top import DISCOVERY, WIDE, Snapshot, addresses, quantile, scrape, view
 
 RESIDENTS = {"prefix": 4, "audio": 900, "transcript": 180, "response": 60, "marker": 90, "terminator": 90}
 EDGES = [20, 50, 100, 200, 500, 1000, 2000]
@@ -40,10 +40,17 @@ def node() -> Iterator[str]:
             gauge("session_state", float(each == state), session=session, state=each)
         for name, value in {"budget": 2000, "units": 75, "evicted": 1300, "unit_ms": 140, "deadline_misses": 2}.items():
             gauge(f"session_{name}", value, session=session)
+    gauge("session_backlog_s", 1.25, session="sess_aa11")
     gauge("engine_rows", 4, engine="engine/one")
     gauge("engine_rows_free", 2, engine="engine/one")
     gauge("engine_batch_size", 1.8, engine="engine/one")
+    gauge("engine_host_uss_bytes", 2.5e8, engine="engine/one")
     gauge("another_metric", 1.0, engine="engine/one")
+    wanted = Gauge("ray_serve_autoscaling_desired_replicas", "…", ["deployment"], registry=registry)
+    running = Gauge("ray_serve_deployment_replica_healthy", "…", ["deployment", "replica"], registry=registry)
+    wanted.labels("engine").set(3)
+    for deployment, replica in (("engine", "a"), ("engine", "b"), ("gateway", "c")):
+        running.labels(deployment, replica).set(1)
     times = Histogram("ray_a2t_engine_unit_time_ms", "…", ["engine"], registry=registry, buckets=EDGES)
     for ms in TIMES_MS:
         times.labels("engine/one").observe(ms)
@@ -83,7 +90,7 @@ def test_quantiles_lie_in_the_bucket_that_holds_the_true_one(node: str) -> None:
 
 
 def shown(snapshot: Snapshot) -> str:
-    console = Console(width=200, file=io.StringIO(), record=True)
+    console = Console(width=WIDE, file=io.StringIO(), record=True)
     console.print(view(snapshot))
     return console.export_text()
 
@@ -94,9 +101,11 @@ def test_the_view(node: str) -> None:
     assert live[1:5] == ["live", "0:01:15", "1,324", "2,000"]
     bar = next(cell for cell in live if "█" in cell)
     assert bar.count("█") == round(24 * 1324 / 2000)
-    assert live[-1] == "2"
+    assert live[-3:] == ["1.2", "s", "2"]
     (engine,) = [line for line in lines if line.startswith("one ")]
-    assert " 4 " in engine and "1.8" in engine
+    assert " 4 " in engine and "1.8" in engine and "250.0 MB" in engine
+    assert "engines   3 wanted, 2 running" in lines[0]
+    assert not any("…" in line for line in lines)
     assert "No engine has said anything yet" in shown(Snapshot())
 
 
