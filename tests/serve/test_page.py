@@ -252,6 +252,34 @@ async def test_everything_has_a_name(browser: Browser, server: Endpoint) -> None
         assert f"- {line}" in tree
 
 
+def contrast(one: str, other: str) -> float:
+    """Of two #rrggbb colours, as WCAG 2 defines it."""
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        r, g, b = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("mode", ["light", "dark"])
+def test_what_is_written_and_drawn_stands_out(mode: str) -> None:
+    """WCAG's AA: 4.5 to 1 for text, 3 to 1 for what is drawn and for what can be pressed."""
+    css = (PAGE / "page.css").read_text()
+    pairs = re.findall(r"--([\w-]+): light-dark\((#\w{6}), (#\w{6})\)", css)
+    colour = {name: light if mode == "light" else dark for name, light, dark in pairs}
+    assert {*KINDS, "evicted", "without", "ink", "soft", "edge"} <= set(colour)
+    for behind in ("panel", "ground"):
+        for text in ("ink", "soft", "accent", "bad", "transcript", "response"):
+            assert contrast(colour[text], colour[behind]) >= 4.5, (text, behind)
+        for drawn in (*KINDS, "evicted", "without", "edge"):
+            assert contrast(colour[drawn], colour[behind]) >= 3, (drawn, behind)
+    for text, behind in (("on-accent", "accent"), ("bad", "bad-ground"), ("ground", "bad")):
+        assert contrast(colour[text], colour[behind]) >= 4.5, (text, behind)
+
+
 def test_the_bundle_names_no_other_host() -> None:
     texts = {path: path.read_text() for path in PAGE.iterdir()}
     assert {"index.html", "page.css", "main.js"} <= {path.name for path in texts}
