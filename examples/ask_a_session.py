@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from typing import Any
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 
@@ -40,4 +42,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except HTTPError as error:  # what the endpoint has to say is in the body
+        sys.exit(json.load(error)["error"]["message"])
+    except OSError as error:
+        sys.exit(f"no endpoint answers ({error}); start one: serve run serve_apps.app:app")

@@ -7,6 +7,7 @@ seconds, whatever the budget: with text and prompt kept, the cache then grows by
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -51,4 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (ValueError, OSError) as error:  # a file that is not there, or no sound
+        sys.exit(str(error))

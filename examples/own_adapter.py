@@ -7,6 +7,7 @@ hears. The same folder goes to `a2t stream --adapter`, and to `model_options: {a
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 from peft import PeftConfig
@@ -32,4 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (ValueError, OSError) as error:  # a file that is not there, or no sound
+        sys.exit(str(error))

@@ -10,11 +10,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
+import sys
 from collections.abc import Sequence
 
 import numpy as np
 import soxr
 from openai import AsyncOpenAI
+from websockets.exceptions import InvalidStatus
 
 from a2t.audio.files import read_audio, write_wav
 
@@ -65,4 +67,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ValueError as error:
+        sys.exit(str(error))
+    except (OSError, InvalidStatus) as error:  # nobody there; or the server is full, or the key is wrong
+        sys.exit(f"the endpoint does not take the call ({error}); is one running? serve run serve_apps.app:app")

@@ -7,6 +7,7 @@ python examples/stream_a_file.py talk.flac --budget 200
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -33,4 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (ValueError, OSError) as error:  # a file that is not there, or no sound
+        sys.exit(str(error))
