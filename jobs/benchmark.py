@@ -28,7 +28,7 @@ from a2t.audio.mel import StreamingMel
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="benchmark", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="python -m jobs.benchmark", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("what", nargs="?", choices=["language", "mel"], default="language")
     parser.add_argument("--tiny", action="store_true", help="tiny sizes, on the CPU")

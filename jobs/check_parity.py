@@ -19,7 +19,7 @@ from a2t.eval.parity import check_folder
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="check_parity", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+        prog="python -m jobs.check_parity", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a folder of the golden files' form")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="of torch (1)")

@@ -162,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="jobs.monitoring", description="Prometheus over the Ray cluster that runs here."
+        prog="python -m jobs.monitoring", description="Prometheus over the Ray cluster that runs here."
     )
     parser.add_argument("--address", default="auto", help="of the Ray cluster (the one that runs on this machine)")
     parser.add_argument("--port", type=int, default=9090, help="of Prometheus (9090)")

@@ -19,10 +19,12 @@ from a2t.pretrain.loop import Workers
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m jobs.pretrain_tiny", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--work", type=Path, default=Path("runs/pretrain"), help="corpus, checkpoints, log (resumes)")
     parser.add_argument("--out", type=Path, default=Path("a2t/models/embedded"), help="where the finished model goes")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of corpus order and weights (default 0)")
     parser.add_argument("--workers", type=int, default=2, help="processes, one thread each (default 2)")
     parser.add_argument(
         "--scale", type=float, default=1.0, help="share of the corpus and of the steps, for a trial run"

@@ -69,7 +69,7 @@ def results(sizes: dict[str, Any], threads: int) -> dict[str, Any]:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="jobs.bench_serve", description="What the engine costs, as ratios.")
+    parser = argparse.ArgumentParser(prog="python -m jobs.bench_serve", description="What the engine costs, as ratios.")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where results.json goes")
     parser.add_argument("--only", type=_names(list(SECTIONS)), default=list(SECTIONS), help=", ".join(SECTIONS))
     parser.add_argument("--sizes", type=_names(list(SIZES)), default=list(SIZES), help=", ".join(SIZES))

@@ -43,7 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="jobs.demo", description="A spoken conversation with the embedded model.")
+    parser = argparse.ArgumentParser(
+        prog="python -m jobs.demo", description="A spoken conversation with the embedded model."
+    )
     parser.add_argument("--minutes", type=float, default=10.0, help="length of the conversation (10)")
     parser.add_argument("--budget", type=int, default=4000, help="most resident positions (4000)")
     parser.add_argument("--seed", type=int, default=0, help="which held-out conversation (0)")
@@ -73,7 +75,7 @@ def demo(args: argparse.Namespace) -> int:
         unbounded = talk(console, address, row, pcm_S, NO_LIMIT, quiet=True)
         report(console, args.out, args.budget, row, pcm_S, bounded, unbounded)
         if args.keep:
-            console.print(f"\na2t: the endpoint stays up at {address}, model {NAME}; Ctrl-C ends it")
+            console.print(f"\na2t: the endpoint stays up; talk to it at {address} (model {NAME}). Ctrl-C ends it")
             with suppress(KeyboardInterrupt):
                 while True:
                     time.sleep(3600)

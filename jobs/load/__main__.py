@@ -46,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="jobs.load", description="Many clients at once over the served endpoint.")
+    parser = argparse.ArgumentParser(
+        prog="python -m jobs.load", description="Many clients at once over the served endpoint."
+    )
     parser.add_argument("--clients", type=int, default=4, help="conversations at a time (4)")
     parser.add_argument("--minutes", type=float, default=10.0, help="length of each (10)")
     parser.add_argument("--realtime", action="store_true", help="a second of audio each second, as people speak")
