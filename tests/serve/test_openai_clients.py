@@ -122,6 +122,12 @@ def saw(request: pytest.FixtureRequest, talks: dict[str, Saw]) -> Saw:
     return talks[request.param]
 
 
+def test_make_clients_installs_each_of_them() -> None:
+    pins = (ROOT / "tests" / "clients" / "requirements.txt").read_text().split()
+    packages = {"openai-agents", "pipecat-ai", "livekit-agents", "livekit-plugins-openai"}
+    assert packages <= {pin.partition("==")[0] for pin in pins}
+
+
 def texts(saw: Saw, kind: str) -> str:
     return " ".join(s["text"] for s in saw if s["saw"] == kind)
 
