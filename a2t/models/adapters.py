@@ -8,6 +8,7 @@ the base stays as it was, so one base serves several adapters.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol, overload
@@ -27,6 +28,9 @@ from transformers import Qwen3ForCausalLM
 
 from a2t.duplex.protocol import TOKEN_TEXT
 from a2t.models.hub import read_json
+
+# peft asks transformers for this by its old name
+warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
 
 SIDE_CHANNEL = (TOKEN_TEXT["asr_start"], TOKEN_TEXT["asr_end"])
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
