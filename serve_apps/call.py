@@ -267,10 +267,10 @@ class Call:
         try:
             await asyncio.wait_for(asyncio.shield(self._opened), timeout)
         except TimeoutError:
-            if default is None:
-                message = f"nothing was asked for within {timeout:.0f} s of admission"
-                raise WireError("init_timeout", message) from None
-            if self._opening is None:
+            if self._opening is None:  # else it was asked for, and the session's process is slow to start
+                if default is None:
+                    message = f"nothing was asked for within {timeout:.0f} s of admission"
+                    raise WireError("init_timeout", message) from None
                 await self.open(default)
             await self._opened
         await self._follow(-1)

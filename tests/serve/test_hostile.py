@@ -152,6 +152,21 @@ async def test_a_flood_a_mute_and_a_hoarder_are_dropped_alone() -> None:
         await nothing_left(at)
 
 
+async def test_a_session_that_is_slow_to_start_is_not_its_client_s_fault() -> None:
+    async with endpoint(rows=1, init_timeout_s=0.1) as at:
+        start = at.sessions.start
+
+        async def slowly(*args: Any) -> Any:
+            await asyncio.sleep(0.5)
+            return await start(*args)
+
+        at.sessions.start = slowly  # type: ignore[method-assign]
+        session = await at.client().audio.connect(model=MODEL)
+        await goes_on(session)
+        await session.close()
+        await at.empty()
+
+
 async def test_who_vanishes_without_a_word_leaves_nothing_after_the_grace() -> None:
     async with endpoint(rows=2, resume_grace_s=0.2) as at:
         for opened in (False, True) * 3:
