@@ -5,13 +5,15 @@ reads the teacher's stored states and forms logits at events and segments alone,
 same loss, which is checked.  Every measurement has a fresh process of its own: its first step gives the peak of memory
 above what the process held before it, the steps after it the time (median).
 
-The tiny size has the embedded model's shape, the other Qwen3-0.6B's with its whole vocabulary.  Weights are random and
-utterances are as long as LibriSpeech's: neither changes what is measured.
+The tiny size has the embedded shape, the others those of Qwen3-0.6B and 1.7B with the whole vocabulary (1.7B only
+where it is asked for).  Weights are random and utterances are as long as LibriSpeech's: neither changes what is
+measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import statistics
@@ -43,7 +45,9 @@ class Size:
 SIZES = {
     "tiny": Size("embedded shape, float32", 16, "float32", 182, 256, 6, 4, 2, 64, 768),
     "qwen3": Size("Qwen3-0.6B shape, bfloat16", 4, "bfloat16", 151_748, 1024, 28, 16, 8, 128, 3072),
+    "qwen3-1.7b": Size("Qwen3-1.7B shape, bfloat16", 4, "bfloat16", 151_748, 2048, 28, 16, 8, 128, 6144),
 }
+USUAL = "tiny,qwen3"
 MEAN_S, SPREAD_S, LONGEST_S = 12.5, 3.6, 17.0
 """Utterances of LibriSpeech: 460 hours in 132,553, few beyond 17 s."""
 TEXT_PER_S = 3
@@ -198,7 +202,9 @@ def measure(size_name: str, way: str, steps: int) -> dict[str, float]:
 
 
 def reset_peak() -> int:
-    """Starts the kernel's record of this process's peak anew; what it holds now."""
+    """Starts the kernel's record of this process's peak anew; what it holds now, without freed memory that the
+    allocator would use again unseen."""
+    ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS")
 
@@ -239,7 +245,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m jobs.bench_train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("out/bench-train"), help="where results.json goes")
-    parser.add_argument("--sizes", default=",".join(SIZES), help=f"some of {', '.join(SIZES)}")
+    parser.add_argument("--sizes", default=USUAL, help=f"some of {', '.join(SIZES)}")
     parser.add_argument("--steps", type=int, default=3, help="timed steps a measurement")
     parser.add_argument("--child", nargs=2, metavar=("SIZE", "WAY"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
