@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -47,30 +46,36 @@ def world(tmp_path_factory):
     return folder
 
 
-def precompute_options(world, out):
+def precompute_options(world, out, workers):
     options = ["--model", str(world / "model"), "--manifest", str(world / "manifest.jsonl"), "--out", str(out)]
-    return [*options, "--preset", "embedded", "--workers", "0", "--part-rows", "1", "--shard-examples", "1", *SET]
+    options += ["--preset", "embedded", "--workers", str(workers), *SET]
+    return [*options, "--part-rows", "1", "--shard-examples", "1"]
 
 
 @pytest.fixture(scope="module")
-def data(world, tmp_path_factory):
-    """What the teacher's job leaves, after it was killed twice: once among the parts, once among the shards."""
+def data(world, tmp_path_factory, ray_cluster):
+    """What the teacher's job leaves after two kills: of its driver, and of one of its workers when it went on."""
     out = tmp_path_factory.mktemp("data")
-    command = [sys.executable, "-m", "jobs.precompute_teacher", *precompute_options(world, out)]
-    seen: dict[Path, int] = {}
-    for pattern in ("corpus/part-*/corpus.json", "teacher/shard-*.json"):
-        job = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        wait_for(lambda pattern=pattern, job=job: list(out.glob(pattern)) or job.poll() is not None)
-        job.kill()
-        assert job.wait() == -signal.SIGKILL, "killed before it was through"
-        assert not (out / "teacher" / "manifest.json").exists()
-        for path, stamp in seen.items():
-            assert path.stat().st_mtime_ns == stamp, f"{path} was made again"
-        seen = {p: p.stat().st_mtime_ns for p in whole_files(out)}
-    assert precompute_teacher.main(precompute_options(world, out)) == 0
-    for path, stamp in seen.items():
-        assert path.stat().st_mtime_ns == stamp, f"{path} was made again"
+    command = [sys.executable, "-m", "jobs.precompute_teacher", *precompute_options(world, out, 0)]
+    job = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    wait_for(lambda: whole_files(out) or job.poll() is not None)
+    job.kill()
+    assert job.wait() == -signal.SIGKILL, "killed before it was through"
+    of_the_driver = stamps(out)
+
+    def new_ones():
+        return stamps(out) if len(stamps(out)) > len(of_the_driver) else None
+
+    killed = kill_a_worker(new_ones)
+    assert precompute_teacher.main(precompute_options(world, out, 2)) == 0
+    [of_the_workers] = killed()
+    assert of_the_workers.items() >= of_the_driver.items(), "the workers began with what was there"
+    assert stamps(out).items() >= of_the_workers.items(), "what was there was made again"
     return out
+
+
+def stamps(out):
+    return {path: path.stat().st_mtime_ns for path in whole_files(out)}
 
 
 def whole_files(out):
@@ -88,6 +93,31 @@ def wait_for(condition, seconds=240):
     return found
 
 
+def workers_below():
+    """Ray Train's worker processes of this test run."""
+    found = psutil.Process().children(recursive=True)
+    return [p for p in found if p.is_running() and "RayTrainWorker" in " ".join(p.cmdline())]
+
+
+def kill_a_worker(when):
+    """Kills one of Ray Train's workers as soon as `when()` holds. Returns what waits for that and tells what it was."""
+    seen = []
+
+    def kill():
+        found = wait_for(when)
+        workers_below()[-1].kill()
+        seen.append(found)
+
+    thread = threading.Thread(target=kill, daemon=True)
+    thread.start()
+
+    def killed():
+        thread.join()
+        return seen
+
+    return killed
+
+
 def test_a_killed_teacher_goes_on_and_nothing_is_missing_or_doubled(world, data):
     manifest = json.loads((data / "teacher" / "manifest.json").read_text())
     corpus = Joined(open_recorded(data / "corpus"), with_overrides(PRESETS["embedded"], SETTINGS))
@@ -102,12 +132,6 @@ def test_a_killed_teacher_goes_on_and_nothing_is_missing_or_doubled(world, data)
     for n in range(len(corpus)):
         [taught] = teach(modules.llm, tokens, [corpus[n]])
         assert torch.equal(store.hidden(corpus[n]), taught.hidden_ED)
-
-
-def workers_below():
-    """Ray Train's worker processes of this test run."""
-    found = psutil.Process().children(recursive=True)
-    return [p for p in found if p.is_running() and "RayTrainWorker" in " ".join(p.cmdline())]
 
 
 def test_a_killed_worker_changes_neither_the_curve_nor_the_adapter(world, data, tmp_path, ray_cluster, capfd):
