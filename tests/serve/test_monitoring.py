@@ -11,8 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,8 @@ import pytest
 import yaml
 
 from a2t.cli import main
-from jobs.demo.call import hold
+from jobs.demo.call import RATE
+from jobs.load.clients import Talk, converse
 from jobs.monitoring import FOLDER, configuration, free_port, metrics_addresses
 from tests.serve.conftest import MODEL
 
@@ -78,52 +79,48 @@ def application(serve_port: int, ray_cluster: Any) -> Iterator[str]:
 
 @asynccontextmanager
 async def load(address: str, clients: int = 2) -> AsyncIterator[None]:
-    """Conversations, one after the other, for as long as the block lasts."""
-    pcm_S = (0.1 * np.random.default_rng(2).standard_normal(60 * 16_000)).astype(np.float32)
-
-    async def talk() -> None:
-        while True:
-            await hold(address, MODEL, pcm_S, budget=60)
-
-    tasks = [asyncio.create_task(talk()) for _ in range(clients)]
+    """Conversations at the pace of speech, for as long as the block lasts. Raises Trouble if one of them ends."""
+    pcm_S = (0.1 * np.random.default_rng(2).standard_normal(1200 * RATE)).astype(np.float32)
+    talks = [Talk() for _ in range(clients)]
+    tasks = [asyncio.create_task(converse(address, MODEL, pcm_S, 60, True, talk)) for talk in talks]
     try:
         yield
     finally:
-        ended = [task for task in tasks if task.done()]
         for task in tasks:
             task.cancel()
-        for task in tasks:
-            with suppress(asyncio.CancelledError):
-                await task  # raises what a client was refused
-        assert not ended
+        for ended in await asyncio.gather(*tasks, return_exceptions=True):
+            if not isinstance(ended, asyncio.CancelledError):
+                raise AssertionError("a conversation ended before it was to") from ended
 
 
 def numbers(samples: list[dict[str, Any]]) -> list[float]:
     return [value for sample in samples if not math.isnan(value := float(sample["value"][1]))]
 
 
-@pytest.mark.skip(reason="right alone; after other modules of the endpoint its conversations lose their sockets")
+@pytest.mark.skip(reason="every panel was seen with data, but the whole has not yet passed on an idle machine")
 async def test_every_panel_has_data(
     application: str, prometheus: Any, ray_cluster: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async with load(application), asyncio.timeout(2 * PATIENCE_S):
+    def see(expression: str, until: Callable[[list[float]], bool] = bool) -> list[float]:
+        return numbers(prometheus.wait_for(expression, lambda found: until(numbers(found)), PATIENCE_S))
+
+    def look() -> int:
         for expression in expressions():
-            await asyncio.to_thread(
-                prometheus.wait_for, for_everything(expression), lambda found: bool(numbers(found)), PATIENCE_S
-            )
+            see(for_everything(expression))
         for variable in DASHBOARD["templating"]["list"]:
             if variable["type"] == "query":
                 metric, label = re.findall(r"label_values\((\w+), (\w+)\)", variable["query"]["query"])[0]
-                (sample, *_) = await asyncio.to_thread(prometheus.query, f"group by ({label}) ({metric})")
+                (sample, *_) = prometheus.wait_for(f"group by ({label}) ({metric})", timeout=PATIENCE_S)
                 assert sample["metric"][label], variable["name"]
         # the figures agree with each other and with what the endpoint itself says
-        residents, kv_bytes = await asyncio.to_thread(
-            lambda: [prometheus.query(f"sum(ray_a2t_session_{name})") for name in ("residents", "kv_bytes")]
-        )
-        assert 0 < numbers(residents)[0] < numbers(kv_bytes)[0]
+        (residents,) = see("sum(ray_a2t_session_residents)", lambda found: found > [0])
+        assert see("sum(ray_a2t_session_kv_bytes)") > [residents]
         engine = 'engine=~".*(engine).*"'  # the deployment's name is in its engines' names
-        assert numbers(await asyncio.to_thread(prometheus.query, f"sum(ray_a2t_engine_rows{{{engine}}})")) == [3.0]
-        assert await asyncio.to_thread(main, ["top", *metrics_addresses(ray_cluster.nodes()), "--once"]) == 0
+        see(f"sum(ray_a2t_engine_rows{{{engine}}})", lambda found: found == [3.0])
+        return main(["top", *metrics_addresses(ray_cluster.nodes()), "--once"])
+
+    async with load(application):
+        assert await asyncio.to_thread(look) == 0
     shown = capsys.readouterr().out
     async with httpx.AsyncClient(base_url=application, timeout=60) as http:
         known = [view["id"].removeprefix("sess_")[:12] for view in (await http.get("/v1/sessions")).json()["data"]]
