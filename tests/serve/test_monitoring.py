@@ -97,7 +97,6 @@ def numbers(samples: list[dict[str, Any]]) -> list[float]:
     return [value for sample in samples if not math.isnan(value := float(sample["value"][1]))]
 
 
-@pytest.mark.skip(reason="every panel was seen with data, but the whole has not yet passed on an idle machine")
 async def test_every_panel_has_data(
     application: str, prometheus: Any, ray_cluster: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
