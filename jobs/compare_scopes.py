@@ -1,8 +1,13 @@
-"""Where the adapter acts, compared: `python -m jobs.compare_scopes --data DIR --validate HELD.jsonl --out DIR`.
+"""Where the adapter acts, compared: `python -m jobs.compare_scopes --out DIR`.
 
-Trains the same adapter in four ways and measures each on held-out rows: as published; (a) LoRA on segment positions
-only; (a) with (b), transcripts hidden from native predictions while their audio is resident; without distillation.
-Writes comparison.json and comparison.md; started again it goes on where it stopped.
+Trains the same adapter in four ways, with the same data, settings and seed, and measures each on held-out sessions: as
+published; (a) LoRA on segment positions only; (a) with (b), transcripts hidden from native predictions while their
+audio is resident; without distillation.
+
+Without --data and --validate it is about the embedded model, by a short recipe: hours of synthetic utterances, two
+thirds of them laid end to end up to a minute, five epochs; then one-minute sessions of unseen voices and sentences.
+--set changes the recipe.  Writes results.json and comparison.md; started again it goes on where it stopped, within a
+variant too.
 """
 
 from __future__ import annotations
@@ -11,12 +16,13 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from a2t.distill.place import Place, absolute
 from jobs import distill as distill_job
+from jobs import precompute_teacher
 from jobs._training import add_arguments, load_base, parse
 
 VARIANTS: dict[str, tuple[str, list[str]]] = {
@@ -28,15 +34,20 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
     ),
     "no_distillation": ("transcription loss alone", ["--no-distillation"]),
 }
+RECIPE = ["--preset", "embedded-alone", "--set", "epochs=5", "--set", "join_units=60", "--set", "join_share=0.65"]
+OWN = ("--out", "--validate", "--validate-rows", "--budget", "--variants", "--hours", "--sessions")
 COLUMNS = ("wer", "takeover_pause", "takeover_backchannel", "takeover_turn_end", "kl")
 
 
 def evaluate(args: argparse.Namespace, adapter: Path | None, settings: Any) -> dict[str, float]:
     """Streamed word errors and takeovers, and the KL from the frozen model at native events, of one adapter; of the
     base itself without one."""
+    import torch
+
     from a2t.data.manifest import Manifest
     from a2t.eval.validation import tally
 
+    torch.set_num_threads(args.threads)
     rows = Manifest.read(args.validate)[: args.validate_rows]
     if adapter is None:
         model, _ = load_base(args.model, args.gpu)
@@ -83,7 +94,28 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def conditions(args: argparse.Namespace, settings: Any) -> dict[str, Any]:
+    """What figures depend on, as JSON gives it back."""
+    names = ("model", "start_from", "validate", "validate_rows", "budget")
+    found = {"settings": asdict(settings), **{name: getattr(args, name) for name in names}}
+    return dict(json.loads(json.dumps(found)))
+
+
+def make_data(args: argparse.Namespace, passed: Sequence[str]) -> bool:
+    """The embedded world's utterances with what the frozen model says to them, and held-out sessions."""
+    from a2t.data import embedded_corpus
+
+    out = Path(args.out)
+    print(f"compare_scopes: {args.hours:g} h of utterances, {args.sessions} held-out sessions", flush=True)
+    args.validate = str(embedded_corpus.held_out(out / f"held-{args.sessions}", args.sessions, minutes=1))
+    scale = args.hours / embedded_corpus.UTTERANCES.hours
+    manifest = embedded_corpus.utterances(out / f"utterances-{args.hours:g}h", scale)
+    return not precompute_teacher.main(
+        [*passed_on(passed, "--data", "--start-from"), "--manifest", str(manifest), "--out", str(out / "data")]
+    )
+
+
+def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jobs.compare_scopes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -94,33 +126,54 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--validate-rows", type=int, help="only so many of them")
     parser.add_argument("--budget", type=int, default=4000, help="the KV budget of the measurement")
     parser.add_argument("--variants", default=",".join(VARIANTS), help="some of them")
-    args = parse(parser, argv, required=["data", "out", "validate"])
-    args.out, args.validate = absolute(args.out), absolute(args.validate)
+    parser.add_argument("--hours", type=float, default=2.5, help="of utterances, without --data")
+    parser.add_argument("--sessions", type=int, default=20, help="held-out sessions of a minute, without --validate")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser, argv = options(), list(sys.argv[1:] if argv is None else argv)
+    args = parse(parser, argv, required=["out"])
+    if (args.data is None) != (args.validate is None):
+        parser.error("--data and --validate go together; without both the embedded model's own are made")
     names = args.variants.split(",")
     if unknown := [n for n in names if n not in VARIANTS]:
         parser.error(f"there is no variant {', '.join(unknown)}; there are {', '.join(VARIANTS)}")
-    passed = passed_on(args, sys.argv[1:] if argv is None else argv)
-    out = Path(args.out)
-    results: dict[str, dict[str, Any]] = {
-        "base": {"says": "the frozen model, without side channel", **evaluate(args, None, args.settings)}
-    }
-    for name in names:
-        says, options = VARIANTS[name]
-        print(f"compare_scopes: {says}", flush=True)
-        if distill_job.main([*passed, "--out", str(out / name), *options]):
+    passed = passed_on(argv, *OWN)
+    if args.data is None:
+        args = parse(parser, [*RECIPE, *argv], required=["out"])
+        passed = [*RECIPE, *passed, "--data", str(Path(args.out) / "data")]
+        if not make_data(args, passed):
             return 1
-        settings = replace(args.settings, scope="segment" if name.startswith("segment") else "everywhere")
-        settings = replace(settings, hide_transcript=name == "segment_hidden")
-        results[name] = {"says": says, **evaluate(args, out / name / "adapter", settings)}
-        (Place(out) / "comparison.json").write_text(json.dumps(results, indent=1) + "\n")
-        (Place(out) / "comparison.md").write_text(table(results))
+    args.out, args.validate = absolute(args.out), absolute(args.validate)
+    log = Place(args.out) / "results.json"
+    results: dict[str, dict[str, Any]] = json.loads(log.text()) if log.is_file() else {}
+
+    def measured(name: str, says: str, settings: Any, adapter: Path | None) -> None:
+        figures = evaluate(args, adapter, settings)
+        results[name] = {"says": says, **figures, "under": conditions(args, settings)}
+        log.write_text(json.dumps(results, indent=1) + "\n")
+        (Place(args.out) / "comparison.md").write_text(table(results))
         print(table(results), flush=True)
+
+    if results.get("base", {}).get("under") != conditions(args, args.settings):
+        measured("base", "the frozen model, without side channel", args.settings, None)
+    for name in names:
+        says, changes = VARIANTS[name]
+        settings = distill_job.settings_of(parse(distill_job.options(), [*passed, *changes], required=[]))
+        if results.get(name, {}).get("under") == conditions(args, settings):
+            continue
+        print(f"compare_scopes: {says}", flush=True)
+        out = Path(args.out) / name
+        if distill_job.main([*passed, "--out", str(out), *changes]):
+            return 1
+        measured(name, says, settings, out / "adapter")
+    print(f"results: {log}, {args.out}/comparison.md")
     return 0
 
 
-def passed_on(args: argparse.Namespace, argv: Sequence[str]) -> list[str]:
-    """The options that are the training job's as well."""
-    own = {"--out", "--validate", "--validate-rows", "--budget", "--variants"}
+def passed_on(argv: Sequence[str], *own: str) -> list[str]:
+    """The options that are another job's as well: `own`, which have a value, are left out."""
     kept: list[str] = []
     skip = False
     for word in argv:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from a2t.distill.config import DistillConfig
 from a2t.distill.place import Place, absolute
 from jobs._training import add_arguments, config_of, fit, load_base, parse, progress_bar
 
@@ -139,8 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(parser, argv, required=["data", "out"])
     if args.zero and not args.workers.most:
         parser.error("--zero shards over workers: --workers of at least 1")
-    if args.no_distillation:
-        args.settings = replace(args.settings, weights=args.settings.weights.without_distillation())
+    args.settings = settings_of(args)
     try:
         check(args)
     except ValueError as error:
@@ -155,6 +155,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     print(f"adapter: {args.out}/adapter" + (f", best: {args.out}/best" if args.validate else ""))
     return 0
+
+
+def settings_of(args: argparse.Namespace) -> DistillConfig:
+    if not args.no_distillation:
+        return args.settings  # type: ignore[no-any-return]
+    return replace(args.settings, weights=args.settings.weights.without_distillation())
 
 
 def check(args: argparse.Namespace) -> None:

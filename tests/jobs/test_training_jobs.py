@@ -23,8 +23,8 @@ from a2t.distill.teacher import TeacherStore, model_hash, teach
 from a2t.distill.train import distill
 from a2t.duplex.protocol import SpecialTokens
 from a2t.models.tiny import load_modules, random_tiny, save_modules
+from jobs import compare_scopes, precompute_teacher
 from jobs import distill as distill_job
-from jobs import precompute_teacher
 
 SETTINGS = {"join_units": 5, "epochs": 2, "step_units": 3, "lora": {"rank": 2}, "autocast": None}
 SET = [f"--set={x}" for x in ("join_units=5", "epochs=2", "step_units=3", "lora.rank=2", "autocast=null")]
@@ -138,20 +138,10 @@ def test_a_killed_worker_changes_neither_the_curve_nor_the_adapter(world, data, 
     out = tmp_path / "run"
     train = ["--model", str(world / "model"), "--data", str(data), "--out", str(out), "--preset", "embedded", *SET]
     train += ["--workers", "1:2", "--checkpoint-seconds", "0", "--validate", str(world / "manifest.jsonl")]
-    killed = []
-
-    def kill():
-        log = out / "log.jsonl"
-        wait_for(lambda: log.is_file() and len(log.read_text().splitlines()) >= 3)
-        victim = workers_below()[-1]
-        victim.kill()
-        killed.append(victim.pid)
-
-    killer = threading.Thread(target=kill, daemon=True)
-    killer.start()
+    log = out / "log.jsonl"
+    killed = kill_a_worker(lambda: log.is_file() and len(log.read_text().splitlines()) >= 3)
     assert distill_job.main([*train, "--validate-rows", "2"]) == 0
-    killer.join()
-    assert killed
+    assert killed() == [True]
     printed = capfd.readouterr().out
     assert "tensorboard --logdir" in printed and "goes on where this one stopped" in printed
     modules, tokenizer = load_modules(world / "model")
@@ -174,6 +164,23 @@ def test_a_killed_worker_changes_neither_the_curve_nor_the_adapter(world, data, 
     assert [x["epoch"] for x in epochs] == list(range(settings.epochs)) and all("wer" in x for x in epochs)
     best = json.loads((out / "best" / "validation.json").read_text())
     assert best["score"] == min(x["score"] for x in epochs)
+
+
+def test_where_the_adapter_acts_is_compared_and_not_measured_twice(world, data, tmp_path, capsys):
+    manifest, out = str(world / "manifest.jsonl"), tmp_path / "compared"
+    options = ["--model", str(world / "model"), "--data", str(data), "--validate", manifest, "--validate-rows", "2"]
+    options += ["--preset", "embedded", "--workers", "0", *SET, "--out", str(out)]
+    assert compare_scopes.main([*options, "--variants", "segment_hidden"]) == 0
+    made = (out / "segment_hidden" / "log.jsonl").stat().st_mtime_ns
+    assert compare_scopes.main([*options, "--variants", "segment_hidden,no_distillation"]) == 0
+    assert (out / "segment_hidden" / "log.jsonl").stat().st_mtime_ns == made, "what was there was made again"
+    results = json.loads((out / "results.json").read_text())
+    assert list(results) == ["base", "segment_hidden", "no_distillation"]
+    assert "wer" not in results["base"] and "kl" not in results["base"]
+    for name, weight in (("segment_hidden", 1), ("no_distillation", 0)):
+        assert results[name]["wer"] > 0 and results[name]["kl"] > 0
+        assert results[name]["under"]["settings"]["weights"]["kl"] == weight
+    assert (out / "comparison.md").read_text() in capsys.readouterr().out
 
 
 def test_bad_options_end_with_a_message(world, tmp_path, capsys):
