@@ -62,7 +62,7 @@ monitoring: $(STAMP)
 
 test: $(STAMP)
 	@echo "a2t: running the tests"
-	@$(BIN)/python -m pytest -n 2 $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --no-loadscope-reorder $(ARGS)
 
 lint: $(STAMP)
 	@echo "a2t: ruff"

@@ -25,11 +25,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from serve_apps.access import Access
 from serve_apps.call import GatewayConfig
-from serve_apps.engine_host import EngineHost
+from serve_apps.departure import GOING_AWAY, deleted
+from serve_apps.engine_actor import EMBEDDED, MAX_LOAD, EngineActor, HostConfig
 from serve_apps.fleet import ENGINE, GONE, SESSION, RayEngines
 from serve_apps.gateway import Gateway
-from serve_apps.messages import EngineLoad, Failure, Ticket, View
-from serve_apps.models import EMBEDDED, MAX_LOAD, HostConfig
+from serve_apps.messages import EngineLoad, Ticket, View
 from serve_apps.placement import Fleet, Placement
 from serve_apps.session_actor import Limits
 
@@ -39,7 +39,6 @@ WAKE_S = 10.0
 """How long a request that wakes the first engine is waited for before another is sent."""
 HANDOVERS = 4
 """Conversations that an engine which goes hands over at a time: each is in memory once more meanwhile."""
-GOING_AWAY = Failure("going_away", "the server is shutting down; call again later")
 
 
 class AppArgs(BaseModel):
@@ -64,6 +63,8 @@ class AppArgs(BaseModel):
     pause_timeout_s: float = 1800.0  # the longest pause
     length_limit_s: float | None = None  # the longest conversation
     drain_s: float = 20.0  # how long an engine that goes waits for room elsewhere, before conversations are parked
+    gateways: int = Field(1, ge=1)  # processes that hold the sockets
+    linger_s: float = 600.0  # how long sockets stay open at a gateway that an update has replaced
     num_cpus: float = 0
     num_gpus: float = 0
     namespace: str = "a2t"
@@ -96,7 +97,7 @@ class EngineDeployment:
             side_channel_budget_s=args.side_channel_budget_s,
         )
         self.host = (
-            ray.remote(EngineHost)
+            ray.remote(EngineActor)
             .options(
                 name=self.name,
                 namespace=args.namespace,
@@ -133,7 +134,7 @@ class EngineDeployment:
         started, at_once = time.monotonic(), asyncio.Semaphore(HANDOVERS)
         while left := await self.host.drain.remote():
             late = time.monotonic() - started > self._args.drain_s
-            if await asyncio.to_thread(_deleted):
+            if await asyncio.to_thread(deleted):
                 await asyncio.gather(*(self._tell(s, at_once, "finish", "going_away", GOING_AWAY) for s in left))
                 return
             await asyncio.gather(*(self._tell(s, at_once, "move", self.name, late) for s in left))
@@ -149,18 +150,6 @@ class EngineDeployment:
                     await self.host.close.remote(session)
             except GONE:
                 log.warning("session %s is gone while %s hands it over", session, self.name)
-
-
-def _deleted() -> bool:
-    """Whether this replica's application is being deleted, not only this replica."""
-    from ray.serve.schema import ApplicationStatus
-
-    try:
-        app = serve.status().applications.get(serve.get_replica_context().app_name)
-    except Exception:  # of a controller that starts again, say: conversations are not ended for that
-        log.exception("whether the application is being deleted is not known")
-        return False
-    return app is None or app.status == ApplicationStatus.DELETING
 
 
 @serve.deployment(
@@ -179,7 +168,10 @@ class PlacementDeployment:
         self._ticking: asyncio.Task[None] | None = None
         self._waking: Any = None
         self._woken = 0.0
-        self._told = 0  # to the engines, of how many wait
+        self._told = 0  # to the engines, of how many look for a row
+
+    async def check_health(self) -> None:
+        self._start()
 
     async def enter(self, session: str) -> Ticket:
         self._start()
@@ -202,7 +194,7 @@ class PlacementDeployment:
 
     async def loads(self) -> list[EngineLoad]:
         """Every engine that answers."""
-        self._told = self._placement.waiting
+        self._told = self._placement.waiting + self._placement.unhoused
         return await self._fleet.loads(self._told)
 
     def _start(self) -> None:
@@ -238,8 +230,7 @@ def app(args: AppArgs) -> Application:
         options["num_replicas"] = args.engines
     else:
         options["autoscaling_config"] = AutoscalingConfig(
-            min_replicas=args.engines,
-            initial_replicas=args.engines,
+            min_replicas=args.engines,  # no `initial_replicas`: Serve would go back to it with every update
             max_replicas=args.max_engines,
             upscale_delay_s=args.scale_up_after_s,
             downscale_delay_s=args.scale_down_after_s,
@@ -257,4 +248,5 @@ def app(args: AppArgs) -> Application:
     engines = EngineDeployment.options(**options).bind(args)
     placement = PlacementDeployment.bind(engines, args.namespace, args.max_load)
     config = GatewayConfig(models=(args.name,), access=Access.from_env())
-    return Gateway.bind(placement, config, args.namespace, limits)
+    gateway = Gateway.options(num_replicas=args.gateways, graceful_shutdown_timeout_s=args.linger_s)
+    return gateway.bind(placement, config, args.namespace, limits)

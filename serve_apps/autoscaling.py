@@ -30,7 +30,7 @@ class RowsAndHeadroom:
         waiting = max(metrics.get("waiting", {}).values(), default=0.0)
         unit_ms = max(metrics.get("unit_ms", {}).values(), default=0.0)
         each = self.conversations(sum(rows) / len(rows), unit_ms)
-        callers = math.ceil(round(held, 3)) + math.ceil(round(waiting, 3))
+        callers = math.ceil(round(held + waiting, 3))  # averages over time: who moves from one to the other counts once
         if not callers:
             return 0, {}
         return math.ceil((callers + self.spare) / each), {}

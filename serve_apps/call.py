@@ -172,12 +172,12 @@ class Call:
         session = await self._live()
         self._start(put())
 
-    async def close(self, reason: str) -> None:
+    async def close(self, reason: str, failure: Failure | None = None) -> None:
         """Ends the conversation; `Closed` follows."""
         if self.session is None:
-            await self._events.put(Closed(SessionEnd(reason)))
+            await self._events.put(Closed(SessionEnd(reason, failure)))
         else:
-            await self.session.finish.remote(reason)
+            await self.session.finish.remote(reason, failure)
 
     # -- what comes of them ------------------------------------------------------------------------------------------
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import WebSocket
 from fastapi.responses import JSONResponse
 
 from serve_apps.call import Call, GatewayConfig, Sessions
-from serve_apps.events import Closed
+from serve_apps.events import Closed, Dialect
 from serve_apps.hold import hold
 from serve_apps.limits import WireError
 from serve_apps.messages import Failure, SessionEnd
@@ -26,6 +27,7 @@ class Desk:
     def __init__(self, placement: Any, sessions: Sessions, config: GatewayConfig):
         self.placement, self.sessions, self.config = placement, sessions, config
         self._kept = Kept()
+        self._calls: set[Call] = set()
 
     async def realtime(self, ws: WebSocket) -> None:
         """`/v1/realtime`: one conversation, in the dialect that subprotocol and query name."""
@@ -34,6 +36,11 @@ class Desk:
             await self._minicpmo(ws, offered)
         else:
             await self._openai(ws, offered)
+
+    async def close(self, failure: Failure) -> None:
+        """Ends every call, whether it is a conversation, waits in line, or has no engine just now."""
+        calls = [call.close(failure.code, failure) for call in self._calls]
+        await asyncio.gather(*calls, return_exceptions=True)  # one whose process is gone ends by itself
 
     async def _openai(self, ws: WebSocket, offered: list[str]) -> None:
         """Whoever may not call is refused before the socket opens: these clients call again at once otherwise."""
@@ -53,7 +60,7 @@ class Desk:
             await call.leave(SessionEnd("client_gone"))
             raise
         async with Wire(ws, self.config.traffic) as wire:
-            await hold(wire, call, dialect, self.config.idle_timeout_s)
+            await self._hold(wire, call, dialect)
 
     async def _minicpmo(self, ws: WebSocket, offered: list[str]) -> None:
         """`?mode=audio&model=NAME`, subprotocol `map.realtime`."""
@@ -70,7 +77,14 @@ class Desk:
                 await wire.close(POLICY_VIOLATION)
                 return
             call = Call(self.placement, self.sessions, self.config)
+            await self._hold(wire, call, dialect)
+
+    async def _hold(self, wire: Wire, call: Call, dialect: Dialect) -> None:
+        self._calls.add(call)
+        try:
             await hold(wire, call, dialect, self.config.idle_timeout_s)
+        finally:
+            self._calls.discard(call)
 
     def _admit(self, ws: WebSocket, offered: list[str]) -> None:
         """WireError for whoever may not call, or asks for what is not here."""

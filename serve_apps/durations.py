@@ -14,7 +14,8 @@ class Limits:
     pause_timeout_s: float = 1800.0  # the longest pause
     length_limit_s: float | None = None  # the longest conversation; None: any length
     reader_grace_s: float = 60.0  # a conversation that nobody reads from is closed
-    restore_s: float = 120.0  # how long a conversation without an engine waits for one
+    restore_s: float = 120.0  # how long a conversation whose engine is lost waits for another
+    park_s: float = 1800.0  # the same while an engine is replaced as planned: large weights take their time to load
     poll_s: float = 10.0
     observe_s: float = 5.0  # how often gauges are set; Ray forgets one that is not for half a minute
 

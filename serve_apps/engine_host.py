@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 
 class EngineHost:
-    """Open, push, poll and close conversations on one engine. As a Ray actor: `ray.remote(EngineHost)`."""
+    """Open, push, poll and close conversations on one engine. As a Ray actor: `EngineActor`."""
 
     def __init__(self, name: str, node: str, config: HostConfig, metrics: bool = False):
         import torch
@@ -238,6 +238,12 @@ class EngineHost:
             guest.conversation = unpack(engine, parcel.files, session)
 
         return await self._settle(guest, parcel.book, arrive)
+
+    async def moved(self, session: str, moves: list[dict[str, Any]]) -> None:
+        """How the conversation came here, for its book."""
+        guest = self._guests.get(session)
+        if guest is not None and guest.book is not None:
+            guest.book.moves = list(moves)
 
     async def query(self, session: str, question: str) -> str | Failure:
         """A typed question, answered from the transcript on a scratch row; the conversation is not touched."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib
 import threading
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -15,33 +15,12 @@ from a2t.data.espeak import SAMPLE_RATE as ESPEAK_RATE
 from a2t.data.espeak import Espeak
 from a2t.duplex.conversation import ConversationConfig
 from a2t.duplex.decoding import DuplexConfig
-from a2t.duplex.engine import Engine, EngineConfig
+from a2t.duplex.engine import Engine
 from a2t.models.base import DuplexModel
 from a2t.models.speech import EspeakSpeech, SpeechDecoder
+from serve_apps.engine_actor import EMBEDDED
+from serve_apps.engine_actor import HostConfig as HostConfig
 from serve_apps.messages import SAMPLE_RATE_IN, SessionOptions
-
-MAX_LOAD = 0.85
-"""An engine takes another conversation while the units of all of them fit into this share of each second."""
-EMBEDDED = "serve_apps.models:embedded"
-
-
-@dataclass(frozen=True)
-class HostConfig:
-    """How an engine is made. `model` is `module:function`, called with `model_options`, that returns a DuplexModel."""
-
-    model: str = EMBEDDED
-    model_options: dict[str, Any] = field(default_factory=dict)
-    rows: int = 4
-    capacity: int = 16_384
-    threads: int = 1
-    max_load: float = MAX_LOAD
-    text_tier: Literal["grow", "fold"] = "fold"
-    """Where the text alone outgrows the budget: `fold` lets the oldest text leave the cache (it stays in the
-    session's transcript), so that conversations of hours hold it; `grow` exceeds it. Clients may choose."""
-    side_channel_budget_s: float | None = EngineConfig.side_channel_budget_s  # None: it takes the time that it takes
-    promise_s: float = 60.0  # a promised row that is not used by then is free again
-    unread_reports: int = 256
-    reader_grace_s: float = 90.0  # a conversation that no session actor polls is closed
 
 
 def embedded(adapter: str | None = None) -> DuplexModel:

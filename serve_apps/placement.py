@@ -80,6 +80,7 @@ class Placement:
         self._durations: deque[float] = deque(maxlen=100)
         self._rows = 1
         self.engines = 0  # that answered last
+        self.unhoused = 0  # conversations on no engine then, or on one that is going
         self._turn = asyncio.Lock()
 
     async def enter(self, session: str) -> Ticket:
@@ -136,6 +137,7 @@ class Placement:
                 self.note(loads)
                 self._rows = max(1, sum(e.rows for e in loads))
                 engine = choose(loads, self._max_load)
+                # those that look for an engine come first
                 if engine is None or not self._line or self._homeless(loads) >= sum(e.rows_free for e in loads):
                     break
                 session = next(iter(self._line))
@@ -164,9 +166,10 @@ class Placement:
         for session, lease in list(self._leases.items()):
             if now - lease.seen > HOMELESS_S:
                 del self._leases[session]
+        self.unhoused = self._homeless([e for e in loads if not e.draining])
 
     def _homeless(self, loads: Sequence[EngineLoad]) -> int:
-        """Conversations that are looking for an engine: the rows that are free are theirs first."""
+        """Conversations that are on none of these."""
         return len(self._leases.keys() - {s for e in loads for s in e.sessions})
 
     @property

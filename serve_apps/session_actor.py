@@ -217,7 +217,7 @@ class SessionActor:
                     return True
                 if await self._lease.take(target, lambda engine: engine.adopt.remote(self.id, sealed)):
                     await old.close.remote(self.id)
-                    self._moved(engine_name, since, exact=True)
+                    await self._moved(engine_name, since, exact=True)
                     return True
                 await old.adopt.remote(self.id, sealed)  # it stays where it was
                 return False
@@ -243,19 +243,22 @@ class SessionActor:
         name, since = self._lease.name, time.monotonic()
         self._lease.engine = None
         self._tell(state)
-        if await self._lease.settle(arrive, self._limits.restore_s, lambda: self._end is not None):
+        patience_s = self._limits.park_s if state == "moving" else self._limits.restore_s
+        if await self._lease.settle(arrive, patience_s, lambda: self._end is not None):
             if self._lease.name != name:
-                self._moved(name, since, exact=state == "moving")
+                await self._moved(name, since, exact=state == "moving")
         elif self._end is None:
             message = "the engine of this conversation is gone and no other had a row for it"
             await self.finish("engine_lost", Failure("engine_lost", message))
         self._tell("")
         await self._send()
 
-    def _moved(self, old: str, since: float, exact: bool) -> None:
+    async def _moved(self, old: str, since: float, exact: bool) -> None:
         log.warning("session %s goes on with unit %d on %s", self.id, self._book.units, self._lease.name)
         move = {"unit": self._book.units, "from": old, "to": self._lease.name, "exact": exact}
         self._book.moves.append({**move, "seconds": round(time.monotonic() - since, 3)})
+        with suppress(*GONE):
+            await self._lease.engine.moved.remote(self.id, self._book.moves)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

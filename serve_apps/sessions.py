@@ -41,6 +41,7 @@ class RaySessions:
             namespace=self._namespace,
             lifetime="detached",
             num_cpus=0,
+            memory=1,  # a byte: to an actor that asks for nothing at all Ray gives any node, whatever is preferred
             max_restarts=10,
             max_task_retries=10,  # every call may be repeated: inputs are numbered
             max_concurrency=1000,

@@ -25,11 +25,23 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 SEED = 20_26
-SHARE_RAY = ("tests/serve/", "tests/examples/", "tests/jobs/test_training", "tests/jobs/test_prepare", "tests/test_top")
+SHARE_RAY = (
+    *(f"tests/jobs/test_{name}.py" for name in ("prepare", "training_jobs")),
+    *(f"tests/serve/test_{name}.py" for name in ("metrics", "monitoring", "rollout", "faults", "serve_app")),
+)
+"""Modules that are on Ray: one process has them all."""
 
 torch.set_num_threads(1)
 hypothesis.settings.register_profile("a2t", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("a2t")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is on Ray takes longest, so it comes first."""
+    for item in items:
+        if "ray_cluster" in getattr(item, "fixturenames", ()) and not item.nodeid.startswith(SHARE_RAY):
+            raise pytest.UsageError(f"{item.nodeid} is on Ray: name its module in SHARE_RAY of tests/conftest.py")
+    items.sort(key=lambda item: not item.nodeid.startswith(SHARE_RAY))
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -87,7 +87,7 @@ def small_model(seed: int = 0) -> TinyDuplex:
     return random_tiny(seed)
 
 
-def adapted_model(revision: int = 0, adapter: int = 0) -> TinyDuplex:
+def adapted_model(adapter: int = 0) -> TinyDuplex:
     """The same, with small changes to its output matrix, another one for each `adapter` but 0."""
     model = small_model()
     if adapter:

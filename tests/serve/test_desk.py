@@ -26,6 +26,7 @@ from websockets.exceptions import ConnectionClosedError
 
 from a2t.duplex.engine import Engine, EngineConfig
 from jobs.demo.call import hold
+from serve_apps.departure import GOING_AWAY
 from serve_apps.messages import SessionOptions
 from serve_apps.models import HostConfig, conversation_config
 from serve_apps.placement import Placement
@@ -134,6 +135,22 @@ async def test_who_waits_does_not_notice_that_placement_starts_again(at: Endpoin
     async with asyncio.timeout(30):
         while (await at.host.load()).sessions:
             await asyncio.sleep(0.05)
+
+
+async def test_an_endpoint_that_goes_ends_conversations_and_the_line(at: Endpoint) -> None:
+    held = await asyncio.gather(*(at.client().audio.connect(model=MODEL) for _ in range(2)))
+    waiting = asyncio.create_task(at.client().audio.connect(model=MODEL))
+    async with asyncio.timeout(30):
+        while not at.placement.waiting:
+            await asyncio.sleep(0.05)
+    await at.desk.close(GOING_AWAY)
+    with pytest.raises(RealtimeError) as caught:
+        await waiting
+    assert caught.value.code == GOING_AWAY.code
+    for session in held:
+        errors = [e for e in [e async for e in session.events()] if isinstance(e, ErrorEvent)]
+        assert [e.code for e in errors] == [GOING_AWAY.code]
+    await at.empty()
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from tests.serve.endpoint import MODEL, Endpoint, endpoint
 from tests.serve.fuzz import bent, valid
 
 FRAMES = 10_000
-AT_ONCE = 12
+AT_ONCE = 32
 INIT = build_session_init(RealtimeConnectOptions(MODEL))
 
 
@@ -253,8 +253,8 @@ async def test_sessions_opened_and_closed_leave_memory_where_it_was() -> None:
             return len(gc.get_objects())
 
         before = await several(120)  # the records that are kept are full by then
-        after = await several(120)
-        assert after - before < 120, f"{(after - before) / 120:.1f} objects a session stay"
+        after = await several(480)  # some 100 objects are timers that were called off and are not yet due
+        assert after - before < 480, f"{(after - before) / 480:.1f} objects a session stay"
 
 
 def _base64(pcm_S: np.ndarray) -> str:

@@ -165,3 +165,18 @@ async def test_rows_are_kept_for_conversations_whose_engine_is_gone() -> None:
     engines.held["z"] = []
     await placement.serve_line()
     assert (await placement.enter("new")).engine == "z"
+
+
+async def test_conversations_of_an_engine_that_goes_count_as_looking_for_another() -> None:
+    engines = Engines({"old": 3, "new": 3})
+    placement = Placement(engines.fleet)
+    engines.held["old"] = ["a", "b"]
+    old, new = await engines.loads()
+    placement.note([old, new])
+    assert placement.unhoused == 0
+    placement.note([replace(old, draining=True), new])
+    assert placement.unhoused == 2
+    placement.note([new])
+    assert placement.unhoused == 2
+    placement.note([replace(new, sessions=("a", "b"))])
+    assert placement.unhoused == 0

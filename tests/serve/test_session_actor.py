@@ -206,7 +206,7 @@ async def test_a_move_changes_nothing(engines: LocalEngines, audio: np.ndarray) 
 
 async def test_a_move_with_nowhere_to_go_waits_or_parks(engines: LocalEngines, audio: np.ndarray) -> None:
     stays = await session_on(engines, "stays")
-    session = await session_on(engines, "s")
+    session = await session_on(engines, "s", restore_s=0.1)  # parked is not lost: it waits much longer
     for name in ("x", "y", "z"):
         assert await engines.reserve(NAMES[1], name)
     for s in (session, stays):
@@ -217,6 +217,7 @@ async def test_a_move_with_nowhere_to_go_waits_or_parks(engines: LocalEngines, a
     assert (await engines.loads())[0].sessions == ("stays",)  # the engine may go
     await session.append(2, audio[5 * 16_000 : 8 * 16_000], False)  # heard meanwhile
     await stays.append(2, audio[5 * 16_000 : 8 * 16_000], False)
+    await asyncio.sleep(0.3)
     assert session.state == "moving"
     await engines.cancel(NAMES[1], "y")
     assert words(await until(session, 8)) == words(await until(stays, 8))
@@ -264,7 +265,9 @@ async def test_it_starts_again_from_its_engines_book(engines: LocalEngines, audi
     first = await session_on(engines, "s")
     await first.append(1, audio[: 6 * 16_000], False)
     before = await until(first, 6)
+    assert await first.move(NAMES[0])
     expected = await first.view()
+    assert [m["to"] for m in expected["moves"]] == [NAMES[1]]
     stop(first)
     again = SessionActor("s", engines, NAMES[0], Limits())  # as Ray makes it: the same arguments, no memory
     batch = await again.events(-1, 1.0, reader=1)
