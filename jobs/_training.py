@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 
 from a2t.distill.config import PRESETS, DistillConfig, with_overrides
+from a2t.distill.place import Place
 
 EMBEDDED = "embedded"
 
@@ -195,8 +196,8 @@ MAX_FAILURES = 8
 def fit(work: Callable[[dict[str, Any]], None], args: argparse.Namespace, name: str, storage: str) -> bool:
     """Runs `work` on Ray Train workers: on the cluster that RAY_ADDRESS names, else on one of this machine alone.
 
-    Workers that die are started again, and go on from what is on disk.  Returns whether it went through; what stopped
-    it is printed.
+    Workers that die are started again, and go on from what is on disk; what a worker refuses (ValueError) is not tried
+    again.  Returns whether it went through; what stopped it is printed.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")  # it shows every line of a worker twice
@@ -217,8 +218,10 @@ def fit(work: Callable[[dict[str, Any]], None], args: argparse.Namespace, name: 
         context = ray.init(**options)
         if context.dashboard_url:
             print(f"{name}: dashboard at http://{context.dashboard_url}")
+    refusal = Place(storage) / "refused"
+    refusal.remove()
     trainer = TorchTrainer(
-        work,
+        _once_refused(work, str(refusal)),
         train_loop_config=plain(args),
         torch_config=TorchConfig(backend="nccl" if args.gpu else "gloo", timeout_s=WAIT_S),
         scaling_config=ScalingConfig(num_workers=args.workers.asked, use_gpu=args.gpu),
@@ -237,7 +240,27 @@ def fit(work: Callable[[dict[str, Any]], None], args: argparse.Namespace, name: 
     except (TrainingFailedError, ValueError) as failure:  # without workers a ValueError comes as it is
         print(f"{name}: {failure}", file=sys.stderr)
         return False
+    if refusal.is_file():
+        print(f"{name}: {refusal.text()}", file=sys.stderr)
+        return False
     return True
+
+
+def _once_refused(work: Callable[[dict[str, Any]], None], note: str) -> Callable[[dict[str, Any]], None]:
+    """`work`, which Ray Train begins again whatever stopped it: but it does nothing after a ValueError, which it notes
+    for the driver."""
+
+    def begin(job: dict[str, Any]) -> None:
+        refusal = Place(note)
+        if refusal.is_file():
+            return
+        try:
+            work(job)
+        except ValueError as error:
+            refusal.write_text(str(error))
+            raise
+
+    return begin
 
 
 def _reason(error: BaseException) -> str:

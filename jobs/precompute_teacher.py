@@ -33,6 +33,7 @@ def work(job: dict[str, Any]) -> None:
     from a2t.distill.optimizer import sum_over_workers, world
     from a2t.distill.place import Place
     from a2t.distill.recorded import RecordPlan
+    from a2t.distill.recording import known_rows
     from a2t.distill.teacher import StorePlan, model_hash, write_store
     from a2t.duplex.protocol import SpecialTokens
 
@@ -49,6 +50,9 @@ def work(job: dict[str, Any]) -> None:
     named = model_hash(language, tokens)
 
     rows = Manifest.read(job["manifest"], job["split"])
+    rows, others = known_rows(rows, model.tokenizer.encode, job["leave_out_unknown"])
+    if others and rank == 0:
+        print(others, flush=True)
     dtype = model.shape.dtype
     record = RecordPlan.of(
         out / "corpus", job["manifest"], rows, named, config, job["native"], rows_per_part=job["part_rows"], dtype=dtype
@@ -86,6 +90,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_arguments(parser)
     parser.add_argument("--manifest", help="audio, words with times (a2t/data/manifest.py): a path or URI")
     parser.add_argument("--split", help="only rows of this split")
+    parser.add_argument(
+        "--leave-out-unknown", action="store_true", help="go on without rows whose words the model does not know"
+    )
     parser.add_argument(
         "--native",
         choices=["record", "manifest"],

@@ -41,6 +41,8 @@ from serve_apps.limits import Traffic, WireError
 from serve_apps.messages import SILENCE, Attached, Batch, Failure, SessionEnd, SessionOptions, Ticket, View
 
 log = logging.getLogger("ray.serve")
+LEAVE_S = 10.0
+"""How long placement is waited for at the end: there is none any more where the application is being deleted."""
 
 
 @dataclass(frozen=True)
@@ -210,10 +212,14 @@ class Call:
                     record = await self.session.finish.remote(end.reason, end.failure)
             except RayActorError:
                 log.warning("session %s: its process is gone", self.id)
-        if self._entered or self._queueing is not None or self.session is not None:
-            await self._placement.leave.remote(self.id, record)
-        if self.session is not None:
-            self._sessions.end(self.session)
+        try:
+            if self._entered or self._queueing is not None or self.session is not None:
+                await asyncio.wait_for(self._placement.leave.remote(self.id, record), LEAVE_S)
+        except (RayActorError, TimeoutError):  # gone for a moment or for good; what is held it reads from the engines
+            log.warning("session %s: placement could not be told of its end", self.id)
+        finally:
+            if self.session is not None:
+                self._sessions.end(self.session)
 
     # -- inside ------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ the native sequence (`native="record"`).  A corpus that was written with its own
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
@@ -99,6 +99,30 @@ def record(
             streamed = _encode(model, group, pcm, alignments)
         for row, alignment, prompt, (natives, audio_AD) in zip(group, alignments, prompts, streamed, strict=True):
             yield _example(model, row, alignment, prompt, natives, audio_AD, report)
+
+
+def known_rows(rows: Sequence[Row], encode: Callable[[str], object], leave_out: bool = False) -> tuple[list[Row], str]:
+    """The rows whose words all have tokens, and what is to be said of the others.
+
+    ValueError if there are others, unless they may be left out; it names their words, before hours of recording.
+    """
+    lacking = set()
+    for word in {w.word for row in rows for w in row.words}:
+        try:
+            encode(word)
+        except ValueError:
+            lacking.add(word)
+    known = [row for row in rows if lacking.isdisjoint(w.word for w in row.words)]
+    if not lacking:
+        return known, ""
+    words = sorted(lacking)
+    others = f"{len(rows) - len(known)} of {len(rows)} rows have words that the model does not know: "
+    others += f"{', '.join(words[:20])}{f' and {len(words) - 20} more' if len(words) > 20 else ''}"
+    if not leave_out:
+        raise ValueError(f"{others}. --leave-out-unknown goes on without these rows")
+    if not known:
+        raise ValueError(f"{others}. None is left: another model, or other audio, is needed")
+    return known, f"left out: {others}"
 
 
 def _groups(rows: Iterable[Row], at_once: int, max_seconds: float | None, report: Report) -> Iterator[list[Row]]:

@@ -14,7 +14,7 @@ from a2t.distill import recording
 from a2t.distill.config import DistillConfig
 from a2t.distill.corpus import Joined
 from a2t.distill.recorded import RecordPlan, open_recorded, record_corpus
-from a2t.distill.recording import Report, record
+from a2t.distill.recording import Report, known_rows, record
 from a2t.distill.teacher import model_hash, teach
 from a2t.duplex.conversation import ConversationConfig
 from a2t.duplex.decoding import DuplexConfig
@@ -130,6 +130,19 @@ def test_native_units_of_the_manifest_are_taken_as_they_are(model, manifest):
         list(record(model, manifest, [replace(rows[0], native=(("hm",),))], "manifest"))
     with pytest.raises(ValueError, match="row 'r0': .* does not know 'hm'"):
         list(record(model, manifest, [replace(rows[0], words=(Word("hm", 0.0, 0.1),))], "manifest"))
+
+
+def test_unknown_words_are_named_all_at_once(model, manifest):
+    rows = Manifest.read(manifest)
+    encode = model.tokenizer.encode
+    assert known_rows(rows, encode) == (rows, "")
+    odd = [replace(rows[0], words=(Word("hm", 0.0, 0.1), Word("ah", 0.1, 0.2))), *rows[1:]]
+    with pytest.raises(ValueError, match=rf"^1 of {len(rows)} rows .* know: ah, hm\. --leave-out-unknown goes on"):
+        known_rows(odd, encode)
+    kept, said = known_rows(odd, encode, leave_out=True)
+    assert kept == rows[1:] and said.startswith(f"left out: 1 of {len(rows)} rows")
+    with pytest.raises(ValueError, match="None is left"):
+        known_rows(odd[:1], encode, leave_out=True)
 
 
 def test_a_recorded_corpus_goes_on_where_it_was_stopped_and_joins(model, manifest, tmp_path):

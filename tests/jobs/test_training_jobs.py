@@ -23,7 +23,7 @@ from a2t.distill.teacher import TeacherStore, model_hash, teach
 from a2t.distill.train import distill
 from a2t.duplex.protocol import SpecialTokens
 from a2t.models.tiny import load_modules, random_tiny, save_modules
-from jobs import compare_scopes, precompute_teacher
+from jobs import _training, compare_scopes, precompute_teacher
 from jobs import distill as distill_job
 
 SETTINGS = {"join_units": 5, "epochs": 2, "step_units": 3, "lora": {"rank": 2}, "autocast": None}
@@ -96,7 +96,14 @@ def wait_for(condition, seconds=240):
 def workers_below():
     """Ray Train's worker processes of this test run."""
     found = psutil.Process().children(recursive=True)
-    return [p for p in found if p.is_running() and "RayTrainWorker" in " ".join(p.cmdline())]
+    return [p for p in found if "RayTrainWorker" in _title(p)]
+
+
+def _title(process):
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:  # it has ended
+        return ""
 
 
 def kill_a_worker(when):
@@ -201,6 +208,21 @@ def test_bad_options_end_with_a_message(world, tmp_path, capsys):
             main(argv)
         assert end.value.code == 2
         assert message in capsys.readouterr().err
+
+
+def test_what_is_refused_is_refused_once(tmp_path):
+    begun = []
+
+    def work(job):
+        begun.append(job)
+        raise ValueError("no such word")
+
+    note = tmp_path / "ray" / "refused"
+    begin = _training._once_refused(work, str(note))
+    with pytest.raises(ValueError, match="no such word"):
+        begin({})
+    begin({})  # Ray Train's next try
+    assert begun == [{}] and note.read_text() == "no such word"
 
 
 @pytest.mark.parametrize("main", [precompute_teacher.main, distill_job.main])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import AsyncIterator
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from a2t.duplex.conversation import ConversationConfig
 from a2t.duplex.engine import Engine, EngineConfig
+from serve_apps.engine_actor import METHODS, EngineActor
 from serve_apps.engine_host import EngineHost, HostConfig
 from serve_apps.messages import Failure, SessionOptions, UnitReport
 from serve_apps.models import load_model
@@ -151,6 +153,12 @@ async def test_a_full_row_ends_its_conversation_alone(second: np.ndarray) -> Non
     await host.close("big")
     assert await host.reserve("another")
     host.stop()
+
+
+def test_its_actor_has_all_that_it_can_be_asked() -> None:
+    asked = {name for name, f in vars(EngineHost).items() if inspect.iscoroutinefunction(f) and name[0] != "_"}
+    assert set(METHODS) == asked
+    assert all(inspect.iscoroutinefunction(getattr(EngineActor, name)) for name in METHODS)
 
 
 async def test_model_names_that_are_none() -> None:

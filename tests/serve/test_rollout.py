@@ -5,6 +5,7 @@ bit what an engine says that was never left."""
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -138,6 +139,7 @@ class Story:
     talkers: list[Talker]
     engines: list[list[str]] = field(default_factory=list)  # at each turn of it
     views: list[dict[str, Any]] = field(default_factory=list)  # of the two that stay to the end
+    with_torch: set[str] = field(default_factory=set)  # what processes have imported it
 
 
 async def tell(address: str, ray: Any) -> Story:
@@ -170,6 +172,10 @@ async def tell(address: str, ray: Any) -> Story:
     deploy(declared(ADAPTER))
     async with speaking(first, fourth):
         await engines(1, but=old)
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        handle = ray.get_actor(actor["name"], namespace=actor["namespace"])
+        if await handle.__ray_call__.remote(lambda _self: "torch" in sys.modules):
+            story.with_torch.add(actor["name"].split("/")[0])
     async with httpx.AsyncClient(base_url=address, timeout=60) as http:
         for talker in (first, fourth):
             story.views.append((await http.get(f"/v1/sessions/{talker.session.id}")).json())
@@ -192,6 +198,11 @@ def test_as_many_engines_as_callers_need(story: Story) -> None:
     two, one, adapted = story.engines[1:4]
     assert set(one) < set(two)
     assert set(one) != set(adapted)
+
+
+def test_only_engines_have_torch(story: Story) -> None:
+    """What else there is has to start quickly, and there are hundreds of session actors on a node."""
+    assert story.with_torch == {"engine"}
 
 
 def test_who_stays_is_handed_over(story: Story) -> None:
