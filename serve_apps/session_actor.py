@@ -118,7 +118,7 @@ class SessionActor:
 
     async def query(self, question: str) -> str | Failure:
         """Answers a typed question from the transcript; the conversation goes on meanwhile."""
-        await self._known()
+        await self._known(begun=False)
         if self._end is not None or self._lease.engine is None:
             return Failure("not_live", f"the conversation is {self.state}: ask again when it is live")
         try:
@@ -182,7 +182,7 @@ class SessionActor:
 
     async def view(self) -> View:
         """What `GET /v1/sessions/{id}` shows."""
-        await self._known()
+        await self._known(begun=False)
         return self._view()
 
     def _view(self) -> View:
@@ -266,20 +266,21 @@ class SessionActor:
         self._book, self._started = book, True
         self._tasks = [asyncio.create_task(self._collect()), asyncio.create_task(self._watch())]
 
-    async def _known(self, reader: int = 1) -> None:
-        """A session actor that was killed starts again without a memory: its engine has one."""
+    async def _known(self, reader: int = 1, begun: bool = True) -> None:
+        """A session actor that was killed starts again without a memory: its engine has one. `begun`: the caller knows
+        that the conversation had begun, so that it is lost if the engine has none; others may come before `start`."""
         if not self._started:
             async with self._starting:
                 if not self._started and self._end is None:
-                    await self._recover()
+                    await self._recover(begun)
         self._reader = max(self._reader, reader)  # who attached before this process began
 
-    async def _recover(self) -> None:
+    async def _recover(self, begun: bool) -> None:
         if (book := await self._lease.recover()) is not None:
             log.warning("session %s: its process started again after %d units", self.id, book.units)
             self._begin(book)
-            return
-        self._end = SessionEnd("session_lost", LOST)
+        elif begun:
+            self._end = SessionEnd("session_lost", LOST)
 
     async def _send(self) -> None:
         """Under the gate."""

@@ -283,6 +283,17 @@ async def test_it_starts_again_from_its_engines_book(engines: LocalEngines, audi
     await again.finish("done")
 
 
+async def test_who_looks_before_it_has_begun_ends_nothing(engines: LocalEngines, second: np.ndarray) -> None:
+    assert await engines.reserve(NAMES[0], "s")
+    session = SessionActor("s", engines, NAMES[0], Limits())
+    assert (await session.view())["end"] is None
+    assert isinstance(await session.query("anything?"), Failure)
+    assert isinstance(await session.start(SessionOptions()), dict)
+    await session.append(1, second, False)
+    assert [r.unit for r in await until(session, 1)] == [0]
+    await session.finish("done")
+
+
 async def test_a_session_that_nobody_knows_says_so(engines: LocalEngines, second: np.ndarray) -> None:
     session = SessionActor("nobody", engines, NAMES[0], Limits())
     end = (await session.events(-1, 0.1)).end
