@@ -19,7 +19,7 @@ from a2t.models.tiny import ADAPTER, load_tiny
 from jobs.bench_serve.subject import SILENCE, UNIT, UNIT_POSITIONS, PlainLoop, Told, make_engine, open_at, units_to
 
 BUDGET = 4000
-SEARCH_S = 120.0
+SEARCH_S = 900.0
 """After so long no further number of conversations is tried."""
 
 
