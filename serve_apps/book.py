@@ -71,6 +71,10 @@ class Book:
             first = start // self.samples_per_unit
             self.forced |= set(range(first, max(first + 1, self.samples // self.samples_per_unit)))
 
+    def moved(self, old: str, new: str, exact: bool, seconds: float) -> None:
+        move = {"unit": self.units, "from": old, "to": new, "exact": exact}
+        self.moves.append({**move, "seconds": round(seconds, 3)})
+
     def take(self, report: UnitReport) -> bool:
         """The next unit is finished; False if it is known already."""
         if report.unit < self.units:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from a2t.duplex.engine import CacheFull, Conversation, Engine, EngineConfig, Finished
+from a2t.duplex.engine import CacheFull, Engine, EngineConfig, Finished
 from a2t.duplex.journal import Journal
 from a2t.kv.cache import ArenaFull
 from serve_apps.book import Book
@@ -27,6 +27,7 @@ from serve_apps.guest import ENGINE_FAILED, NOT_HERE, Finishing, Guest, Reporter
 from serve_apps.messages import Batch, EngineLoad, Failure, Parcel, SessionEnd, SessionOptions, UnitReport
 from serve_apps.models import HostConfig as HostConfig
 from serve_apps.models import conversation_config, espeak_speech, load_model, settings_in_force, spoken, warm_up
+from serve_apps.question import answer
 from serve_apps.step_loop import StepLoop
 from serve_apps.tally import Tally
 from serve_apps.transit import journal_of_record, pack, rebuild, unpack
@@ -251,7 +252,7 @@ class EngineHost:
         if guest is None or not guest.live:
             return NOT_HERE
         assert guest.conversation is not None
-        return await self._answer(guest.conversation, question)
+        return await answer(self._loop, guest.conversation, question, lambda: self._dead is not None)
 
     async def query_record(self, prompt: str | None, transcript: str, question: str) -> str | Failure:
         """The same about a conversation that is over, or of which there is only text."""
@@ -259,20 +260,7 @@ class EngineHost:
             journal = journal_of_record(self._model, prompt, transcript)
         except ValueError as error:
             return Failure("invalid_question", str(error))
-        return await self._answer(journal, question)
-
-    async def _answer(self, about: Conversation | Journal, question: str) -> str | Failure:
-        try:
-            asked = await self._do(lambda engine: engine.submit(about, question))
-        except ArenaFull as error:
-            return Failure("busy", str(error))
-        except ValueError as error:
-            return Failure("invalid_question", str(error))
-        while not asked.done:
-            if self._dead is not None:
-                return ENGINE_FAILED
-            await asyncio.sleep(0.01)
-        return asked.answer
+        return await answer(self._loop, journal, question, lambda: self._dead is not None)
 
     async def say(self, text: str) -> np.ndarray:
         """Typed text as 16 kHz audio, in the stand-in voice."""

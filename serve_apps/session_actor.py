@@ -255,8 +255,7 @@ class SessionActor:
 
     async def _moved(self, old: str, since: float, exact: bool) -> None:
         log.warning("session %s goes on with unit %d on %s", self.id, self._book.units, self._lease.name)
-        move = {"unit": self._book.units, "from": old, "to": self._lease.name, "exact": exact}
-        self._book.moves.append({**move, "seconds": round(time.monotonic() - since, 3)})
+        self._book.moved(old, self._lease.name, exact, time.monotonic() - since)
         with suppress(*GONE):
             await self._lease.engine.moved.remote(self.id, self._book.moves)
 
@@ -340,9 +339,8 @@ class SessionActor:
             if self._observe is not None and now >= observed + limits.observe_s:
                 observed = now
                 self._observe(self._view())
-            reason = limits.over(
-                now - self._last_read, now - self._last_input, self._book.samples > 0, self._book.units
-            )
+            unread_s, quiet_s = now - self._last_read, now - self._last_input
+            reason = limits.over(unread_s, quiet_s, self._book.samples > 0, self._book.units)
             if reason is not None:
                 await self.finish(reason)
             await asyncio.sleep(limits.look_s)
