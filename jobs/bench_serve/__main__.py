@@ -40,11 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     path = args.out / "results.json"
     args.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(args.threads)
-    saved = json.loads(path.read_text()) if path.is_file() and not args.again else {}
+    saved = json.loads(path.read_text()) if path.is_file() else {}
     sizes: dict[str, Any] = saved.get("sizes", {})
     for size in args.sizes:
         found = sizes.setdefault(size, {})
-        todo = [name for name in args.only if name not in found or found[name]["quick"] != args.quick]
+        kept = [] if args.again else [name for name in found if found[name]["quick"] == args.quick]
+        todo = [name for name in args.only if name not in kept]
         if not todo:
             continue
         say(f"{size}: making the model")

@@ -68,6 +68,10 @@ def test_sections_are_written_one_by_one_and_not_run_again(
     assert both["bandwidth_share"] > 0 and both["hour_over_ten_minutes_memory"] == pytest.approx(1, abs=0.1)
     assert both["sizes"]["embedded"]["hour"]["lived_through"] is True
     assert "bench: embedded hour" in capsys.readouterr().out
+    assert bench.main([*command, "--only", "bandwidth", "--again"]) == 0
+    again = json.loads((tmp_path / "results.json").read_text())
+    assert again["bandwidth_share"] != both["bandwidth_share"], "measured once more"
+    assert again["batch16_speedup"] == both["batch16_speedup"], "what was not asked for stays"
     with pytest.raises(SystemExit):
         bench.main([*command, "--only", "speed"])
     assert "'speed' is not one of plain, batch" in capsys.readouterr().err
