@@ -135,7 +135,7 @@ class SessionActor:
             return Batch(end=REPLACED)
         self._last_read = time.monotonic()
         self._fetched = max(self._fetched, after)
-        self._book.fetched(self._fetched)
+        self._book.fetched(after)
         if not self._book.unread(after) and self._end is None:
             self._news.clear()
             with suppress(TimeoutError):
@@ -153,7 +153,7 @@ class SessionActor:
         known = self._book.token
         if not known or not secrets.compare_digest(token.encode(), known.encode()):
             return Failure("resume_refused", "the resume token is not this conversation's")
-        self._reader, self._fetched = self._reader + 1, -1
+        self._reader += 1
         self._last_read = time.monotonic()
         self._news.set()
         book = self._book
@@ -262,7 +262,7 @@ class SessionActor:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _begin(self, book: Book) -> None:
-        self._book, self._started = book, True
+        self._book, self._started, self._fetched = book, True, book.units - 1  # the reader will say how far it is
         self._tasks = [asyncio.create_task(self._collect()), asyncio.create_task(self._watch())]
 
     async def _known(self, reader: int = 1, begun: bool = True) -> None:

@@ -19,6 +19,9 @@ from torch import Tensor
 
 from a2t.duplex.protocol import SpecialTokens
 
+COLDEST = 0.01
+"""The lowest temperature: logits divided by much less are not finite any more."""
+
 
 class HasRules(Protocol):
     @property
@@ -66,6 +69,10 @@ class DuplexConfig:
         for name in ("temperature", "repetition_penalty", "length_penalty", "listen_prob_scale"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0; 1.0 leaves it without effect")
+        if self.temperature < COLDEST:
+            raise ValueError(
+                f"temperature={self.temperature} must be at least {COLDEST}; greedy=True takes the likeliest"
+            )
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must be in (0, 1]; 1.0 keeps every token")
         if self.top_k < 0:

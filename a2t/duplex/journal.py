@@ -171,7 +171,8 @@ class Journal:
             for unit in range(len(copy.units) - whole, len(copy.units)):
                 audio[unit] = engine.model.encoder.encode([conversation.encoder_state])[0]
         conversation.await_units(engine.clock())
-        feeds = list(copy._feeds(conversation.loop, audio, engine.model.encoder.embeddings_per_unit))
+        room = engine.arena.capacity - engine.unit_room(conversation)
+        feeds = list(copy._feeds(conversation.loop, audio, engine.model.encoder.embeddings_per_unit, room))
         needed = sum(len(feed.ids) for feed in feeds) + engine.unit_room(conversation)
         if needed > engine.arena.capacity:
             engine.close(conversation)
@@ -189,24 +190,27 @@ class Journal:
         engine.run_alone(conversation, _fed(feeds), rebuilt)
         return conversation
 
-    def _feeds(self, loop: UnitLoop, audio: Mapping[int, Tensor], audio_per_unit: int) -> Iterator[Feed]:
-        """Prefix, text of the older units, the units in `audio` whole, text of later ones."""
-        yield from loop.prefix(self.prefix_ids)
+    def _feeds(self, loop: UnitLoop, audio: Mapping[int, Tensor], audio_per_unit: int, room: int) -> Iterator[Feed]:
+        """Prefix, text of the older units, the units in `audio` whole, text of later ones. Where the policy folds text,
+        the oldest is left out as far as all would exceed `room` positions: it had left the cache already."""
+        prefix, heard = list(loop.prefix(self.prefix_ids)), []
         # A window that renumbers positions leaves no old ones to return to.
         keep_positions = all(a.position < b.position for a, b in pairwise(self.units))
         text = self._text(loop.tokens, audio_per_unit)
         first, last = (min(audio), max(audio)) if audio else (len(self.units), len(self.units))
         older = [t for t in text if t.unit < first]
         later = [t for t in text if t.unit > last]
-        yield from _joined(older, keep_positions)
         for unit, audio_AD in audio.items():
             loop.next_unit = unit
             feed = next(loop.replay(audio_AD, self.units[unit].tokens))
             if keep_positions:
                 start = self.units[unit].position
                 feed.positions = list(range(start, start + len(feed.ids)))
-            yield feed
-        yield from _joined(later, keep_positions)
+            heard.append(feed)
+        if self.config["policy_options"].get("text_tier") == "fold":
+            spare = room - sum(len(feed.ids) for feed in [*prefix, *heard]) - len(later)
+            older = older[max(0, len(older) - max(0, spare)) :]
+        yield from [*prefix, *_joined(older, keep_positions), *heard, *_joined(later, keep_positions)]
 
     def _text(self, tokens: SpecialTokens, audio_per_unit: int) -> list[_Text]:
         """All text that the cache retains, in order."""

@@ -106,7 +106,14 @@ def test_draws_repeat_with_the_seed_and_go_on_from_a_saved_state():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"temperature": 0.0}, {"top_p": 1.5}, {"top_k": -1}, {"max_transcript_tokens": 0}, {"repetition_penalty": -1.0}],
+    [
+        {"temperature": 0.0},
+        {"temperature": 1e-38},
+        {"top_p": 1.5},
+        {"top_k": -1},
+        {"max_transcript_tokens": 0},
+        {"repetition_penalty": -1.0},
+    ],
 )
 def test_settings_out_of_range_are_refused(wrong):
     name, value = next(iter(wrong.items()))

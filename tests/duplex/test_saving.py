@@ -148,6 +148,23 @@ def test_after_evictions_the_journal_rebuilds_prefix_text_and_the_last_units():
         conversation.journal.rebuild(Engine(model, capacity=100, config=UNTIMED))
 
 
+def test_where_text_folds_what_had_left_the_cache_needs_no_room_in_another():
+    model, capacity = StubModel(5), 220
+    engine, other = (Engine(model, capacity=capacity, config=UNTIMED) for _ in range(2))
+    options = {"retention_units": 2, "text_tier": "fold"}
+    conversation = engine.open(ConversationConfig(60, policy_options=options, duplex=SAMPLED, audio_units_kept=2))
+    while len([i for u in conversation.journal.units for i in (*(u.transcript_ids or ()), *u.response_ids)]) < capacity:
+        engine.push(conversation, PCM)
+        engine.run()
+    copy = conversation.journal.rebuild(other)
+    assert other.run() == []
+    books, rebuilt = by_position(engine, conversation)[0], by_position(other, copy)[0]
+    assert set(books) <= set(rebuilt) and len(rebuilt) <= 60, "as much as the budget allows, so perhaps older text"
+    for one, c in ((engine, conversation), (other, copy)):
+        one.push(c, PCM[: 3 * UNIT])
+    assert [len(one.run()) for one in (engine, other)] == [3, 3]
+
+
 class AheadState(StubState):
     """Of an encoder that looks a quarter of a unit ahead."""
 

@@ -19,7 +19,7 @@ KEYS = "type input audio force_listen payload config system_prompt reason max_kv
 def valid(rng: Random) -> str:
     samples = rng.choice([0, 1, 160, 800])
     pcm = np.random.default_rng(rng.randrange(2**32)).standard_normal(samples).astype("<f4")
-    config = RealtimeConfig(max_kv_tokens=rng.choice([None, 0, 60]), temperature=rng.choice([None, 0.0, 0.7]))
+    config = RealtimeConfig(max_kv_tokens=rng.choice([None, 0, 60]), temperature=rng.choice([None, 0.0, 0.7, 1e-38]))
     return rng.choice(
         [
             lambda: build_input_append(base64.b64encode(pcm.tobytes()).decode(), force_listen=rng.random() < 0.2),

@@ -107,6 +107,9 @@ async def test_rows_are_promised_used_and_given_back(host: EngineHost) -> None:
     unknown = await host.open("a", SessionOptions(system_prompt="no such words"))
     assert isinstance(unknown, Failure)
     assert unknown.code == "invalid_config"
+    cold = await host.open("a", SessionOptions(temperature=1e-38))  # logits over it would be infinite
+    assert isinstance(cold, Failure)
+    assert cold.code == "invalid_config"
     await host.close("b")
     await host.close("b")
     await opened(host, "c")

@@ -311,3 +311,21 @@ async def test_force_listen_survives_the_engine(engines: LocalEngines, audio: np
     await session.append(3, audio[4 * 16_000 + 8000 : 5 * 16_000], False)
     assert (await until(session, 5))[4].listening
     await session.finish("done")
+
+
+async def test_who_takes_up_a_long_conversation_is_not_slow(engines: LocalEngines, audio: np.ndarray) -> None:
+    session = await session_on(engines, "s", unread_reports=4)
+    for second in range(8):  # more than may be unread, and all are read
+        await session.append(second + 1, audio[second * 16_000 : (second + 1) * 16_000], False)
+        while not (await session.events(second - 1, 1.0)).reports:
+            pass
+    await session.events(7, 0.0)
+    taken = await session.attach("token", 7)
+    assert isinstance(taken, Attached)
+    await session.append(9, audio[:16_000], False, taken.reader)
+    async with asyncio.timeout(60):
+        while (await session.view())["units"] < 9:  # a unit is finished before the new socket asks for any
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    batch = await session.events(7, 1.0, taken.reader)
+    assert batch.end is None and [r.unit for r in batch.reports] == [8]
