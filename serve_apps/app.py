@@ -150,6 +150,8 @@ class EngineDeployment:
                     await self.host.close.remote(session)
             except GONE:
                 log.warning("session %s is gone while %s hands it over", session, self.name)
+            except Exception:  # the others are handed over all the same
+                log.exception("session %s could not %s from %s", session, method, self.name)
 
 
 @serve.deployment(

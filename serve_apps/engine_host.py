@@ -278,7 +278,7 @@ class EngineHost:
         guest.voice = self._speech.open() if book.options.speech else None
         try:
             await self._do(arrive, heavy=True)
-        except (ArenaFull, ValueError) as error:
+        except (ArenaFull, OSError, ValueError) as error:  # OSError: no room for the files that it comes in
             guest.book = None
             return Failure("not_restored", str(error))
         return None
