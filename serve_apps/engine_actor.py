@@ -31,7 +31,7 @@ class HostConfig:
     max_load: float = MAX_LOAD
     text_tier: Literal["grow", "fold"] = "fold"
     """Where the text alone outgrows the budget: `fold` lets the oldest text leave the cache (it stays in the
-    session's transcript), so that conversations of hours hold it; `grow` exceeds it. Clients may choose."""
+    session's transcript), so that conversations of hours hold it; `grow` exceeds it."""
     side_channel_budget_s: float | None = EngineConfig.side_channel_budget_s  # None: it takes the time that it takes
     promise_s: float = 60.0  # a promised row that is not used by then is free again
     unread_reports: int = 256
